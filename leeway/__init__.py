@@ -1,0 +1,1 @@
+"""Leeway's kernel: what both clusters share. It imports neither torch nor redis."""

@@ -1,0 +1,359 @@
+"""The one configuration schema, read by every process of a run.
+
+Sources, later ones winning: the YAML file, environment variables (`LEEWAY__TRAINER__LR=1e-5`), dotted
+overrides (`trainer.lr=1e-5`). An unknown key is an error that suggests the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+
+from leeway.errors import ConfigError
+
+ENV_PREFIX = "LEEWAY__"
+LOOPBACK_ANY_PORT = "127.0.0.1:0"
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] = "run"
+    """Names the run's directory and its keys in Redis."""
+    seed: NonNegativeInt = 0
+    directory: Path = Path("runs")
+    """Holds one directory a run."""
+
+    @property
+    def path(self) -> Path:
+        return self.directory / self.name
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face model directory, or the name of a model that Leeway can fetch
+    (smollm2-135m-instruct)."""
+    context: PositiveInt | None = None
+    """Longest prompt + answer in tokens; by default what the model allows."""
+
+
+class ReasoningGymConfig(Section):
+    dataset: str
+    """Name of a `reasoning-gym` dataset, e.g. chain_sum."""
+    args: dict[str, Any] = {}
+    """The dataset's own options."""
+
+
+class TaskConfig(Section):
+    """Where prompts come from and how answers are scored. Give exactly one source."""
+
+    reasoning_gym: ReasoningGymConfig | None = None
+    jsonl: Path | None = None
+    """A file of one JSON object a line, with `prompt` (text or chat messages), `answer`, and any
+    other columns."""
+    system_prompt: str | None = None
+    reward: str | None = None
+    """`module:function` or `path/to/file.py:function`, called as `reward(completion, **columns)`.
+    By default a reasoning-gym source scores with its dataset's own scorer."""
+    reward_seconds: PositiveFloat = 10.0
+    """Deadline of one reward call; the process that misses it is killed."""
+    reward_processes: PositiveInt = 1
+    heldout: NonNegativeInt = 0
+    """So many problems are kept out of training and scored before and after."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskConfig:
+        if (self.reasoning_gym is None) == (self.jsonl is None):
+            raise ValueError("give exactly one source: task.reasoning_gym or task.jsonl")
+        if self.jsonl is not None and self.reward is None:
+            raise ValueError("task.jsonl needs task.reward, e.g. my_rewards.py:reward")
+        return self
+
+
+class SamplingConfig(Section):
+    """How answers are drawn; the same on both sides of the queue."""
+
+    group_size: PositiveInt = 8
+    max_new_tokens: PositiveInt = 256
+    temperature: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: NonNegativeInt = 0
+
+
+class OverBudget(StrEnum):
+    """What happens at dequeue to data that is over the staleness budget."""
+
+    MASK = "mask"
+    DROP = "drop"
+    KEEP = "keep"
+
+
+class StalenessConfig(Section):
+    budget: NonNegativeInt = 2
+    """eta: the largest staleness, in policy versions, that may enter an optimizer step."""
+    over_budget: OverBudget = OverBudget.MASK
+    max_reissues: NonNegativeInt = 2
+    """How often a task whose group was dropped as stale is tried again."""
+
+
+class QueueConfig(Section):
+    address: str = LOOPBACK_ANY_PORT
+    """host:port; the service binds to it, nodes and trainer dial it."""
+    redis_url: SecretStr | None = None
+    """By default `REDIS_URL`, or else an embedded server."""
+    lease_seconds: PositiveFloat = 60.0
+    """A node that is silent for so long loses its work to another."""
+    max_attempts: PositiveInt = 3
+    max_bytes: PositiveInt = 4 << 30
+    """Payload bytes the queue may hold; beyond, admission pauses and pushes are held back."""
+    max_message_bytes: PositiveInt = 64 << 20
+    filter_equal_scores: bool = True
+    """End groups whose scores are all equal: they carry no signal for group-relative advantages."""
+    group_release: Literal["complete", "streaming"] = "complete"
+    min_group: PositiveInt | None = None
+    """Fewest trajectories a group may be trained with after failures; by default all."""
+
+
+class UpdateMode(StrEnum):
+    """What happens to generations in flight when new weights arrive."""
+
+    IN_PLACE = "in_place"
+    RECOMPUTE = "recompute"
+    DRAIN = "drain"
+
+
+class RolloutConfig(Section):
+    nodes: PositiveInt = 1
+    """How many nodes `leeway up` starts."""
+    concurrency: PositiveInt = 64
+    """Sequences that a node generates at once."""
+    update_mode: UpdateMode = UpdateMode.IN_PLACE
+    heartbeat_seconds: PositiveFloat = 5.0
+    drain_seconds: PositiveFloat = 3.0
+    """After SIGTERM a node returns its partial generations within this time."""
+
+
+class AlgorithmConfig(Section):
+    """GRPO advantages and the decoupled PPO loss (AReaL, arXiv:2505.24298, eq. 5)."""
+
+    advantage_scale: Literal["group_std", "none"] = "group_std"
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    behaviour_weight: Literal["truncate", "mask"] = "truncate"
+    """What is done to pi_prox/pi_behav above its cap: cut to the cap, or masked out."""
+    behaviour_cap: PositiveFloat = 5.0
+    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
+        "token-mean"
+    )
+
+
+class TrainerConfig(Section):
+    steps: PositiveInt = 100
+    """Batches to train on."""
+    batch_groups: PositiveInt = 8
+    """B: groups in a batch."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps a batch is split into."""
+    microbatch_tokens: PositiveInt = 8192
+    """Most packed tokens in one forward and backward pass."""
+    lr: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    checkpoint_every: PositiveInt = 50
+    checkpoints_kept: PositiveInt = 2
+    batch_seconds: PositiveFloat = 600.0
+    """How long the trainer waits for a batch before the run ends with a reason."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+
+
+class WeightsConfig(Section):
+    address: str = LOOPBACK_ANY_PORT
+    """host:port of the weight broadcast service."""
+    chunk_bytes: PositiveInt = 1 << 20
+    anchor_every: PositiveInt = 20
+    """Full weights are offered at least every so many versions; deltas in between."""
+    kept_versions: PositiveInt = 8
+
+
+class SecurityConfig(Section):
+    """Both ends prove who they are. Off loopback, one of the two is required."""
+
+    token: SecretStr | None = None
+    """Bearer token that every call carries."""
+    certificate: Path | None = None
+    key: Path | None = None
+    authority: Path | None = None
+    """PEM files; all three together turn on mutual TLS."""
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> SecurityConfig:
+        given = [self.certificate is None, self.key is None, self.authority is None]
+        if len(set(given)) > 1:
+            raise ValueError(
+                "mutual TLS needs security.certificate, security.key and security.authority together"
+            )
+        return self
+
+    @property
+    def secured(self) -> bool:
+        return self.token is not None or self.certificate is not None
+
+
+class TelemetryConfig(Section):
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+    metrics_address: str | None = None
+    """host:port of this process's Prometheus endpoint; by default none is opened."""
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    task: TaskConfig
+    sampling: SamplingConfig = SamplingConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    queue: QueueConfig = QueueConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    security: SecurityConfig = SecurityConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.sampling.group_size < 2:
+            raise ValueError(
+                "sampling.group_size = 1: advantages are relative to the group, so that the reward "
+                "would vanish; sample each prompt at least twice"
+            )
+        if self.trainer.batch_groups % self.trainer.minibatches:
+            raise ValueError(
+                f"trainer.minibatches = {self.trainer.minibatches} does not divide "
+                f"trainer.batch_groups = {self.trainer.batch_groups}"
+            )
+        if self.queue.min_group is not None and not (
+            2 <= self.queue.min_group <= self.sampling.group_size
+        ):
+            raise ValueError(
+                f"queue.min_group = {self.queue.min_group}: use 2 to sampling.group_size = "
+                f"{self.sampling.group_size}"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; secrets are stars."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load(
+    path: Path | None, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> Config:
+    """Reads, merges and validates.
+
+    Raises:
+        ConfigError: naming the key, its value and the remedy, one line a fault.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    for name, value in environ.items():
+        if name.startswith(ENV_PREFIX):
+            _assign(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value, name)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator:
+            raise ConfigError(f"override {override!r}: write key=value, e.g. trainer.lr=1e-5")
+        _assign(tree, key.strip().split("."), value, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in error.errors()]
+        raise ConfigError("\n".join([f"{path or 'configuration'}:", *lines])) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path}: expected sections such as `model:`, found {type(tree).__name__}"
+        )
+    return tree
+
+
+def _assign(tree: dict[str, Any], keys: list[str], text: str, source: str) -> None:
+    node = tree
+    for key in keys[:-1]:
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{source}: {key!r} is a value, not a section")
+        node = child
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: the value is not YAML: {error}") from error
+    # YAML 1.1 reads "1e-5" (without a dot) as text.
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    node[keys[-1]] = value
+
+
+def _explain(fault: Any) -> str:
+    location = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        section = _section_at(fault["loc"][:-1])
+        names = list(section.model_fields) if section is not None else []
+        near = difflib.get_close_matches(str(fault["loc"][-1]), names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+        return f"  {location}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"  {location}: required, but not given"
+    message = fault["msg"].removeprefix("Value error, ")
+    given = fault["input"]
+    shown = "" if isinstance(given, dict | BaseModel) else f" = {given!r}"
+    return f"  {location or 'configuration'}{shown}: {message}"
+
+
+def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    section: type[BaseModel] | None = Config
+    for part in location:
+        field = section.model_fields.get(str(part)) if section is not None else None
+        if field is None:
+            return None
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        section = next(
+            (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None
+        )
+    return section

@@ -1,0 +1,411 @@
+"""The domain types of a rollout, their validation, and their form on the wire.
+
+A `Trajectory` is what one rollout left behind; a `Group` is all trajectories of one `Task`. They are
+validated once, when built: whoever holds one may rely on its lengths, ranges and versions. Arrays
+travel as packed little-endian bytes with dtype, shape and checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from leeway.errors import DataError, WireError
+from leeway.v1 import trajectory_pb2 as pb
+from leeway.versions import VersionSpan, expand
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+T = TypeVar("T")
+
+# Other systems mark a missing log-probability by a sentinel such as -9999. No sampled token is that
+# unlikely: at -1000 a float64 probability has long been zero.
+LOWEST_LOGPROB = -1000.0
+
+# Element types that may arrive in an Array; anything else (objects above all) is refused.
+WIRE_DTYPES = frozenset(
+    {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+)
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended."""
+
+    UNFINISHED = pb.FINISH_REASON_UNSPECIFIED
+    STOP = pb.FINISH_REASON_STOP
+    LENGTH = pb.FINISH_REASON_LENGTH
+
+
+class Purpose(IntEnum):
+    """What a task's trajectories are for."""
+
+    TRAIN = pb.PURPOSE_TRAIN
+    EVAL = pb.PURPOSE_EVAL
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Behaviour log-probabilities are those of the distribution that was sampled from: after
+    `temperature`, and over the support that `top_p` and `top_k` leave. A temperature of 0 is greedy.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        _require(
+            0.0 <= self.temperature <= 100.0,
+            "sampling.temperature",
+            self.temperature,
+            "use a number from 0 (greedy) to 100",
+        )
+        _require(0.0 < self.top_p <= 1.0, "sampling.top_p", self.top_p, "use a number in (0, 1]")
+        _require(self.top_k >= 0, "sampling.top_k", self.top_k, "use 0 for the whole vocabulary")
+        _require(
+            self.max_new_tokens >= 1,
+            "sampling.max_new_tokens",
+            self.max_new_tokens,
+            "ask for at least one token",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt, to be rolled out `group_size` times.
+
+    Attributes:
+        task_id: Unique in a run, and a function of `sequence`: enqueueing it twice adds it once.
+        sequence: Position in the sampler's order; batches are ordered by it.
+        messages: Chat messages, each {"role": ..., "content": ...}.
+        columns: The data row's other columns; they reach the reward function by name.
+        seed: Seeds the group's samples, whichever node draws them.
+    """
+
+    task_id: str
+    sequence: int
+    messages: tuple[Mapping[str, Any], ...]
+    columns: Mapping[str, Any]
+    group_size: int
+    sampling: Sampling
+    seed: int
+    purpose: Purpose = Purpose.TRAIN
+
+    def __post_init__(self) -> None:
+        _require(bool(self.task_id), "task_id", self.task_id, "give every task an id")
+        _require(self.group_size >= 1, "group_size", self.group_size, "sample at least once")
+        _require(len(self.messages) > 0, "messages", self.messages, "give at least one message")
+
+    def to_wire(self) -> pb.Task:
+        return pb.Task(
+            task_id=self.task_id,
+            sequence=self.sequence,
+            purpose=self.purpose.value,
+            group_size=self.group_size,
+            messages_json=json.dumps([dict(message) for message in self.messages]),
+            columns_json=json.dumps(dict(self.columns)),
+            sampling=_sampling_to_wire(self.sampling),
+            seed=self.seed,
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.Task) -> Task:
+        """Raises `WireError` naming the field when the message is not a valid task."""
+        try:
+            messages = tuple(json.loads(message.messages_json))
+            columns = json.loads(message.columns_json or "{}")
+        except ValueError as error:
+            raise WireError(f"task {message.task_id!r}: not JSON: {error}") from error
+        return _from_wire(
+            cls,
+            f"task {message.task_id!r}",
+            task_id=message.task_id,
+            sequence=message.sequence,
+            messages=messages,
+            columns=columns,
+            group_size=message.group_size,
+            sampling=_sampling_from_wire(message.sampling),
+            seed=message.seed,
+            purpose=message.purpose,
+            convert={"purpose": Purpose},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One rollout.
+
+    The response is everything after the prompt: sampled tokens, and tokens of tools or users in
+    between, which the loss mask excludes.
+
+    Attributes:
+        index: Which sample of its group this is, from 0.
+        token_ids: int32 [prompt + response].
+        logprobs: float32 [response], behaviour log-probabilities; 0 where the loss mask is 0.
+        loss_mask: bool [response], true where a token was sampled and may be trained.
+        versions: Spans whose lengths add up to the response's.
+        reward: What is learned from; None on a partial generation.
+        score: What the reward function said before shaping; filters look at this.
+        generation_seconds: From the request for the first token to the last token.
+    """
+
+    trajectory_id: str
+    task_id: str
+    index: int
+    token_ids: Int32Array
+    prompt_length: int
+    logprobs: Float32Array
+    loss_mask: BoolArray
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    sampling: Sampling
+    reward: float | None = None
+    score: float | None = None
+    node_id: str = ""
+    generation_seconds: float = 0.0
+    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        _require(bool(self.trajectory_id), "trajectory_id", self.trajectory_id, "give it an id")
+        _require(bool(self.task_id), "task_id", self.task_id, "name the task it belongs to")
+        _require(
+            self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1,
+            "token_ids",
+            f"{self.token_ids.dtype}{list(self.token_ids.shape)}",
+            "send int32 [tokens]",
+        )
+        _require(
+            1 <= self.prompt_length <= self.token_ids.size,
+            "prompt_length",
+            self.prompt_length,
+            f"it must be from 1 to {self.token_ids.size} (token_ids)",
+        )
+        length = self.response_length
+        _require(
+            self.logprobs.dtype == np.float32 and self.logprobs.shape == (length,),
+            "logprobs",
+            f"{self.logprobs.dtype}{list(self.logprobs.shape)}",
+            f"send float32 [{length}], one for each response token",
+        )
+        _require(
+            self.loss_mask.dtype == np.bool_ and self.loss_mask.shape == (length,),
+            "loss_mask",
+            f"{self.loss_mask.dtype}{list(self.loss_mask.shape)}",
+            f"send one flag for each of the {length} response tokens",
+        )
+        _require(
+            sum(span.length for span in self.versions) == length
+            and all(span.length > 0 for span in self.versions),
+            "versions",
+            list(self.versions),
+            f"span lengths must be positive and add up to {length}",
+        )
+        _require(
+            length == 0 or int(self.token_ids.min()) >= 0,
+            "token_ids",
+            int(self.token_ids.min()),
+            "token ids are never negative",
+        )
+        trained = self.logprobs[self.loss_mask]
+        _require(
+            bool(np.isfinite(self.logprobs).all()),
+            "logprobs",
+            "NaN or infinite",
+            "behaviour log-probabilities must be finite; the engine did not return them all",
+        )
+        _require(
+            trained.size == 0
+            or (float(trained.max()) <= 1e-3 and float(trained.min()) > LOWEST_LOGPROB),
+            "logprobs",
+            f"min {trained.min(initial=0.0)}, max {trained.max(initial=0.0)}",
+            f"log-probabilities lie in ({LOWEST_LOGPROB:g}, 0]; a sentinel is not one",
+        )
+        for name, value in (("reward", self.reward), ("score", self.score)):
+            _require(value is None or math.isfinite(value), name, value, "it must be finite")
+
+    @property
+    def response_length(self) -> int:
+        return self.token_ids.size - self.prompt_length
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens may enter the loss."""
+        return int(self.loss_mask.sum())
+
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """int64 [response]: the version that generated each token."""
+        return expand(self.versions)
+
+    def version_range(self) -> tuple[int, int] | None:
+        """Oldest and newest version over the trainable tokens; None when there are none."""
+        trainable = self.token_versions()[self.loss_mask]
+        return (int(trainable.min()), int(trainable.max())) if trainable.size else None
+
+    def masked_below(self, version: int) -> Trajectory:
+        """This trajectory with tokens that older versions generated taken out of the loss."""
+        keep = self.loss_mask & (self.token_versions() >= version)
+        logprobs = np.where(keep, self.logprobs, np.float32(0.0))
+        return replace(self, loss_mask=keep, logprobs=logprobs)
+
+    def to_wire(self) -> pb.Trajectory:
+        message = pb.Trajectory(
+            trajectory_id=self.trajectory_id,
+            task_id=self.task_id,
+            index=self.index,
+            token_ids=array_to_wire(self.token_ids),
+            prompt_length=self.prompt_length,
+            logprobs=array_to_wire(self.logprobs),
+            loss_mask=array_to_wire(self.loss_mask.view(np.uint8)),
+            versions=[pb.VersionSpan(version=v, length=n) for v, n in self.versions],
+            finish_reason=self.finish_reason.value,
+            sampling=_sampling_to_wire(self.sampling),
+            reward=self.reward,
+            score=self.score,
+            node_id=self.node_id,
+            generation_seconds=self.generation_seconds,
+        )
+        for name, array in self.extras.items():
+            message.extras[name].CopyFrom(array_to_wire(array))
+        return message
+
+    @classmethod
+    def from_wire(cls, message: pb.Trajectory) -> Trajectory:
+        """Raises `WireError` naming the field when the message is not a valid trajectory."""
+        return _from_wire(
+            cls,
+            f"trajectory {message.trajectory_id!r}",
+            trajectory_id=message.trajectory_id,
+            task_id=message.task_id,
+            index=message.index,
+            token_ids=array_from_wire(message.token_ids, "token_ids"),
+            prompt_length=message.prompt_length,
+            logprobs=array_from_wire(message.logprobs, "logprobs"),
+            loss_mask=array_from_wire(message.loss_mask, "loss_mask").astype(np.bool_),
+            versions=tuple(VersionSpan(span.version, span.length) for span in message.versions),
+            finish_reason=message.finish_reason,
+            sampling=_sampling_from_wire(message.sampling),
+            reward=message.reward if message.HasField("reward") else None,
+            score=message.score if message.HasField("score") else None,
+            node_id=message.node_id,
+            generation_seconds=message.generation_seconds,
+            extras=MappingProxyType(
+                {name: array_from_wire(array, name) for name, array in message.extras.items()}
+            ),
+            convert={"finish_reason": FinishReason},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The trajectories of one task, ordered by index."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        indices = [trajectory.index for trajectory in self.trajectories]
+        _require(
+            indices == sorted(set(indices)),
+            "trajectories",
+            indices,
+            "each sample of a group appears once, in order of its index",
+        )
+        strangers = [t.task_id for t in self.trajectories if t.task_id != self.task.task_id]
+        _require(
+            not strangers,
+            "trajectories",
+            strangers,
+            f"all must belong to task {self.task.task_id!r}",
+        )
+
+    def to_wire(self) -> pb.Group:
+        return pb.Group(
+            task=self.task.to_wire(),
+            trajectories=[trajectory.to_wire() for trajectory in self.trajectories],
+        )
+
+    @classmethod
+    def from_wire(cls, message: pb.Group) -> Group:
+        """Raises `WireError` naming the field when the message is not a valid group."""
+        trajectories = (Trajectory.from_wire(trajectory) for trajectory in message.trajectories)
+        return _from_wire(
+            cls,
+            f"group of task {message.task.task_id!r}",
+            task=Task.from_wire(message.task),
+            trajectories=tuple(sorted(trajectories, key=lambda trajectory: trajectory.index)),
+        )
+
+
+def array_to_wire(array: npt.NDArray[Any]) -> pb.Array:
+    data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
+    return pb.Array(
+        dtype=array.dtype.name,
+        shape=array.shape,
+        data=data,
+        checksum=xxhash.xxh3_64_intdigest(data),
+    )
+
+
+def array_from_wire(message: pb.Array, name: str) -> npt.NDArray[Any]:
+    """A read-only view of the message's bytes. Raises `WireError` when they contradict its head."""
+    if message.dtype not in WIRE_DTYPES:
+        raise WireError(f"{name}: dtype {message.dtype!r} is not one of {sorted(WIRE_DTYPES)}")
+    dtype = np.dtype(message.dtype).newbyteorder("<")
+    shape = tuple(message.shape)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(message.data):
+        raise WireError(
+            f"{name}: {len(message.data)} bytes do not make {message.dtype}{list(shape)}"
+        )
+    if xxhash.xxh3_64_intdigest(message.data) != message.checksum:
+        raise WireError(f"{name}: checksum differs, the bytes were damaged on the way; send again")
+    return np.frombuffer(message.data, dtype=dtype).reshape(shape)
+
+
+def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+    )
+
+
+def _sampling_from_wire(message: pb.Sampling) -> Sampling:
+    return _from_wire(
+        Sampling,
+        "sampling",
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        max_new_tokens=message.max_new_tokens,
+    )
+
+
+def _from_wire(
+    cls: type[T], what: str, convert: Mapping[str, Any] | None = None, **fields: Any
+) -> T:
+    try:
+        for name, enum in (convert or {}).items():
+            fields[name] = enum(fields[name])
+        return cls(**fields)
+    except (DataError, ValueError) as error:
+        raise WireError(f"{what}: {error}") from error
+
+
+def _require(condition: bool, name: str, value: object, remedy: str) -> None:
+    if not condition:
+        raise DataError(f"{name} = {value!r}: {remedy}")

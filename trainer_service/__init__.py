@@ -1,0 +1,1 @@
+"""The trainer cluster: learns from leased batches and publishes new policies."""

@@ -1,0 +1,1 @@
+"""The durable, acknowledged queue between the rollout cluster and the trainer."""
