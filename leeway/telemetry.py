@@ -1,0 +1,87 @@
+"""Structured logs, metrics, and the names of waits.
+
+Every wait in Leeway has a deadline and a name. `Waits` holds what a process waits for right now and
+since when; heartbeats, `leeway status` and the metrics show it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from prometheus_client import Counter, start_http_server
+
+from leeway.config import TelemetryConfig
+from leeway.errors import ConfigError
+
+WAIT_SECONDS = Counter(
+    "leeway_wait_seconds_total", "Seconds this process stood still, by what it waited for", ["what"]
+)
+
+
+def setup(config: TelemetryConfig, **identity: str) -> None:
+    """Configures logs (to stderr) and opens the metrics endpoint if one is configured.
+
+    Args:
+        identity: Bound to every line: run, role, node.
+    """
+    level = logging.getLevelNamesMapping()[config.log_level.upper()]
+    renderer: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer()
+        if config.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    structlog.contextvars.bind_contextvars(**identity)
+    if config.metrics_address is not None:
+        host, _, port = config.metrics_address.rpartition(":")
+        try:
+            start_http_server(int(port), host)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"telemetry.metrics_address = {config.metrics_address!r}: {error}"
+            ) from error
+
+
+class Waits:
+    """What one process (or one loop of it) waits for, and since when. The newest wait counts."""
+
+    def __init__(self) -> None:
+        self._stack: list[tuple[str, float]] = []
+
+    @contextmanager
+    def waiting_for(self, kind: str, detail: str = "") -> Iterator[None]:
+        """Marks the enclosed block as a wait.
+
+        Args:
+            kind: A short constant ("batch", "weights", "admission"): the metric's label.
+            detail: What a person wants to know ("3 of 8 groups are complete").
+        """
+        entry = (f"{kind}: {detail}" if detail else kind, time.monotonic())
+        self._stack.append(entry)
+        try:
+            yield
+        finally:
+            self._stack.remove(entry)
+            WAIT_SECONDS.labels(kind).inc(time.monotonic() - entry[1])
+
+    def current(self) -> tuple[str, float]:
+        """(what, seconds); ("", 0.0) when nothing is waited for."""
+        if not self._stack:
+            return "", 0.0
+        what, since = self._stack[-1]
+        return what, time.monotonic() - since
