@@ -1,11 +1,13 @@
 """The one configuration schema, read by every process of a run.
 
-Sources, later ones winning: the YAML file, environment variables (`LEEWAY__TRAINER__LR=1e-5`), dotted
-overrides (`trainer.lr=1e-5`). An unknown key is an error that suggests the nearest known one.
+Sources, later ones winning: the YAML file, environment variables (`LEEWAY__TRAINER__LR=1e-5`) and
+dotted overrides (`trainer.lr=1e-5`). An unknown key is an error that suggests the nearest known
+one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 from collections.abc import Iterable, Mapping
@@ -215,7 +217,8 @@ class SecurityConfig(Section):
         given = [self.certificate is None, self.key is None, self.authority is None]
         if len(set(given)) > 1:
             raise ValueError(
-                "mutual TLS needs security.certificate, security.key and security.authority together"
+                "mutual TLS needs security.certificate, security.key and security.authority, "
+                "all three"
             )
         return self
 
@@ -323,10 +326,8 @@ def _assign(tree: dict[str, Any], keys: list[str], text: str, source: str) -> No
         raise ConfigError(f"{source}: the value is not YAML: {error}") from error
     # YAML 1.1 reads "1e-5" (without a dot) as text.
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     node[keys[-1]] = value
 
 

@@ -1,7 +1,8 @@
 """Channels and servers: the one place that knows gRPC's options.
 
-Every call carries a deadline. A server binds to loopback unless it is secured (bearer token or mutual
-TLS). Health (`grpc.health.v1`) and reflection are always on. Message sizes are bounded on both ends.
+Every call carries a deadline. A server binds to loopback unless it is secured (bearer token or
+mutual TLS). Health (`grpc.health.v1`) and reflection are always on. Message sizes are bounded on
+both ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from leeway.config import SecurityConfig
@@ -57,7 +59,7 @@ def connect(
         ("grpc.max_reconnect_backoff_ms", int(_LONGEST_PAUSE * 1000)),
     ]
     token = security.token.get_secret_value() if security.token is not None else None
-    interceptors = [_SendToken(token)] if token is not None else []
+    interceptors = [kind(token) for kind in _SEND_TOKEN] if token is not None else []
     if security.certificate is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
     chain, key, authority = _pem(security)
@@ -117,7 +119,7 @@ def translate(error: grpc.aio.AioRpcError, what: str) -> LeewayError:
 class Server:
     """A gRPC server being set up; see `serve`."""
 
-    def __init__(self, server: grpc.aio.Server, health_service: health.aio.HealthServicer) -> None:
+    def __init__(self, server: grpc.aio.Server, health_service: health.HealthServicer) -> None:
         self._server = server
         self._health = health_service
         self._names = [health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
@@ -148,7 +150,7 @@ async def serve(
     max_message_bytes: int = 64 << 20,
     grace_seconds: float = 1.0,
 ) -> AsyncIterator[Server]:
-    """Serves what `setup` adds, for the duration of the context; `Server.address` has the real port.
+    """Serves what `setup` adds while the context lasts; `Server.address` has the real port.
 
     Raises:
         ConfigError: the address is not loopback and nothing secures it, or it cannot be bound.
@@ -169,7 +171,7 @@ async def serve(
         ],
         interceptors=[_CheckToken(token)] if token is not None else [],
     )
-    health_service = health.aio.HealthServicer()
+    health_service = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     handle = Server(server, health_service)
     await setup(handle)
@@ -222,25 +224,40 @@ def _pem(security: SecurityConfig) -> tuple[bytes, bytes, bytes]:
     return chain, key, authority
 
 
-class _SendToken(
-    grpc.aio.UnaryUnaryClientInterceptor,
-    grpc.aio.UnaryStreamClientInterceptor,
-    grpc.aio.StreamUnaryClientInterceptor,
-    grpc.aio.StreamStreamClientInterceptor,
-):
+class _SendToken:
     """Adds the bearer token to every call."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")
 
-    async def _continue(self, continuation: Any, details: Any, request: Any) -> Any:
+    async def _send(self, continuation: Any, details: Any, request: Any) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
         return await continuation(details._replace(metadata=metadata), request)
 
-    intercept_unary_unary = _continue
-    intercept_unary_stream = _continue
-    intercept_stream_unary = _continue
-    intercept_stream_stream = _continue
+
+class _SendTokenUnaryUnary(_SendToken, grpc.aio.UnaryUnaryClientInterceptor):
+    intercept_unary_unary = _SendToken._send
+
+
+class _SendTokenUnaryStream(_SendToken, grpc.aio.UnaryStreamClientInterceptor):
+    intercept_unary_stream = _SendToken._send
+
+
+class _SendTokenStreamUnary(_SendToken, grpc.aio.StreamUnaryClientInterceptor):
+    intercept_stream_unary = _SendToken._send
+
+
+class _SendTokenStreamStream(_SendToken, grpc.aio.StreamStreamClientInterceptor):
+    intercept_stream_stream = _SendToken._send
+
+
+# grpc.aio registers an interceptor for one kind of call only, whatever it inherits from.
+_SEND_TOKEN = (
+    _SendTokenUnaryUnary,
+    _SendTokenUnaryStream,
+    _SendTokenStreamUnary,
+    _SendTokenStreamStream,
+)
 
 
 class _CheckToken(grpc.aio.ServerInterceptor):

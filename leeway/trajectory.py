@@ -1,8 +1,8 @@
 """The domain types of a rollout, their validation, and their form on the wire.
 
-A `Trajectory` is what one rollout left behind; a `Group` is all trajectories of one `Task`. They are
-validated once, when built: whoever holds one may rely on its lengths, ranges and versions. Arrays
-travel as packed little-endian bytes with dtype, shape and checksum.
+A `Trajectory` is what one rollout left behind; a `Group` is all trajectories of one `Task`. They
+are validated once, when built: whoever holds one may rely on its lengths, ranges and versions.
+Arrays travel as packed little-endian bytes with dtype, shape and checksum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sampling:
     """How tokens are drawn.
 
     Behaviour log-probabilities are those of the distribution that was sampled from: after
-    `temperature`, and over the support that `top_p` and `top_k` leave. A temperature of 0 is greedy.
+    `temperature`, and over the support that `top_p` and `top_k` leave. Temperature 0 is greedy.
     """
 
     temperature: float = 1.0

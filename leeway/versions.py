@@ -1,7 +1,8 @@
 """Policy versions and the arithmetic of staleness.
 
-A policy version counts the optimizer steps behind a set of weights. Whoever holds the weights stamps
-it on the tokens; an interrupted generation carries several versions, kept as runs (`VersionSpan`).
+A policy version counts the optimizer steps behind a set of weights. Whoever holds the weights
+stamps it on the tokens; an interrupted generation carries several versions, kept as runs
+(`VersionSpan`).
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def staleness(oldest: int, newest: int, trainer_version: int) -> Staleness:
 def required_version(trainer_version: int, outstanding: int, batch_groups: int, budget: int) -> int:
     """The oldest version a group may be generated with if it is admitted now.
 
-    With `outstanding` groups ahead of it (running, queued or leased), the group enters the optimizer
-    step that starts at version `trainer_version + outstanding // batch_groups`; its tokens may be at
-    most `budget` versions older than that.
+    With `outstanding` groups ahead of it (running, queued or leased), the group enters the
+    optimizer step that starts at version `trainer_version + outstanding // batch_groups`; its
+    tokens may be at most `budget` versions older than that.
     """
     return trainer_version + outstanding // batch_groups - budget
 
