@@ -232,6 +232,8 @@ class TelemetryConfig(Section):
     log_format: Literal["console", "json"] = "console"
     metrics_address: str | None = None
     """host:port of this process's Prometheus endpoint; by default none is opened."""
+    spans: bool = False
+    """Record a timeline of each process in the run's directory (spans-<role>.jsonl)."""
 
 
 class Config(Section):

@@ -6,11 +6,13 @@ since when; heartbeats, `leeway status` and the metrics show it.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import structlog
 from prometheus_client import Counter, start_http_server
@@ -85,3 +87,31 @@ class Waits:
             return "", 0.0
         what, since = self._stack[-1]
         return what, time.monotonic() - since
+
+
+class Spans:
+    """A timeline of what one process did, one JSON line a span: who was busy while whom.
+
+    `path` None records nothing. Times are seconds of the machine's wall clock, so that the files of
+    several processes of one machine lie on one axis.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = path.open("a", buffering=1) if path is not None else None
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Records the enclosed block."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.record(name, start, time.time())
+
+    def record(self, name: str, start: float, end: float) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"name": name, "start": start, "end": end}) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -255,6 +255,10 @@ class Trajectory:
         trainable = self.token_versions()[self.loss_mask]
         return (int(trainable.min()), int(trainable.max())) if trainable.size else None
 
+    def scored(self, score: float, reward: float | None = None) -> Trajectory:
+        """This trajectory with its score, and what is learned from if that was shaped."""
+        return replace(self, score=score, reward=score if reward is None else reward)
+
     def masked_below(self, version: int) -> Trajectory:
         """This trajectory with tokens that older versions generated taken out of the loss."""
         keep = self.loss_mask & (self.token_versions() >= version)

@@ -92,6 +92,10 @@ class Engine(Protocol):
     @property
     def vocabulary_size(self) -> int: ...
 
+    def check(self, requests: Sequence[GenerateRequest]) -> None:
+        """Raises `EngineError` for the first request that this engine cannot serve."""
+        ...
+
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
         """Queues all requests at once, in order, and yields each as it ends, in order of ending.
 
