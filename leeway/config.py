@@ -161,14 +161,28 @@ class AlgorithmConfig(Section):
     """GRPO advantages and the decoupled PPO loss (AReaL, arXiv:2505.24298, eq. 5)."""
 
     advantage_scale: Literal["group_std", "none"] = "group_std"
-    clip_low: PositiveFloat = 0.2
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
     clip_high: PositiveFloat = 0.28
     behaviour_weight: Literal["truncate", "mask"] = "truncate"
     """What is done to pi_prox/pi_behav above its cap: cut to the cap, or masked out."""
-    behaviour_cap: PositiveFloat = 5.0
+    behaviour_cap: Annotated[float, Field(ge=1.0)] = 5.0
+    """Below 1 it would cut the weight of on-policy tokens."""
+    behaviour_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """With `mask`, tokens whose weight is below are masked out as well."""
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
         "token-mean"
     )
+    aggregation_constant: PositiveInt | None = None
+    """Tokens by which `constant` divides each trajectory; by default sampling.max_new_tokens."""
+
+    @model_validator(mode="after")
+    def _floor_needs_mask(self) -> AlgorithmConfig:
+        if self.behaviour_floor > 0.0 and self.behaviour_weight != "mask":
+            raise ValueError(
+                f"behaviour_floor = {self.behaviour_floor} has no meaning with behaviour_weight = "
+                "truncate; use behaviour_weight=mask"
+            )
+        return self
 
 
 class TrainerConfig(Section):

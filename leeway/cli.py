@@ -1,0 +1,244 @@
+"""The `leeway` command. A service is imported only when its command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from leeway import config as configuration
+from leeway import process, rpc, telemetry
+from leeway.config import Config, SecurityConfig
+from leeway.errors import ConfigError, InfrastructureError, LeewayError
+from leeway.v1 import queue_pb2, queue_pb2_grpc
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, e.g. trainer.lr=1e-5."),
+]
+
+
+class _ServeByDefault(TyperGroup):
+    """`leeway queue run.yaml` means `leeway queue serve run.yaml`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["serve", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="leeway",
+    help="Asynchronous reinforcement learning of language-model agents on two clusters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+queue_app = typer.Typer(
+    cls=_ServeByDefault, help="The trajectory queue service, and its operators' commands."
+)
+config_app = typer.Typer(help="The configuration.")
+app.add_typer(queue_app, name="queue")
+app.add_typer(config_app, name="config")
+
+
+@app.command()
+def up(
+    path: ConfigArgument,
+    overrides: Overrides = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Remove what an earlier run of this name left.")
+    ] = False,
+) -> None:
+    """Run both clusters on this machine and show the progress.
+
+    A run that was interrupted goes on from its last checkpoint.
+    """
+    config = configuration.load(path, overrides or ())
+    run = config.run.path
+    if fresh and run.exists():
+        shutil.rmtree(run)
+    if (run / "summary.json").exists():
+        raise ConfigError(
+            f"run.name = {config.run.name!r}: {run} holds a finished run; "
+            "choose another run.name, or start with --fresh"
+        )
+    (run / "logs").mkdir(parents=True, exist_ok=True)
+    config_path = run / "config.yaml"
+    config_path.write_text(config.to_yaml())
+    raise typer.Exit(asyncio.run(_up(config, config_path)))
+
+
+async def _up(config: Config, config_path: Path) -> int:
+    from trajectory_queue.embedded import redis_server
+
+    from leeway import local, progress, report
+
+    console = Console()
+    run = config.run.path
+    started = time.monotonic()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    status: queue_pb2.StatusResponse | None = None
+    try:
+        with redis_server(config, run / "redis") as redis_url:
+            async with (
+                local.Supervisor(config, config_path, redis_url) as supervisor,
+                _queue_stub(supervisor.queue_address, supervisor.security) as stub,
+            ):
+                read = functools.partial(_status, stub)
+                view = asyncio.create_task(
+                    progress.show(run / "metrics.jsonl", read, config.trainer.steps, console)
+                )
+                try:
+                    await supervisor.run(stop)
+                    status = await read()
+                finally:
+                    view.cancel()
+                    await asyncio.wait({view})
+    except LeewayError as error:
+        console.print(f"The run ended: {error}", style="red", highlight=False, markup=False)
+        return process.EXIT_CONFIG if isinstance(error, ConfigError) else process.EXIT_FAILED
+    if stop.is_set() or status is None:
+        console.print("Stopped; the same command goes on from the last checkpoint.")
+        return process.EXIT_OK
+    rows = report.read_rows(run)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
+    summary = report.summarize(
+        rows,
+        status,
+        cpu_seconds=sum(u.ru_utime + u.ru_stime for u in usage),
+        wall_seconds=time.monotonic() - started,
+    )
+    report.write(run, summary, rows)
+    report.show(summary, run, console)
+    return process.EXIT_OK
+
+
+@asynccontextmanager
+async def _queue_stub(
+    address: str, security: SecurityConfig
+) -> AsyncIterator[queue_pb2_grpc.TrajectoryQueueStub]:
+    channel = rpc.connect(address, security)
+    try:
+        yield queue_pb2_grpc.TrajectoryQueueStub(channel)
+    finally:
+        await channel.close()
+
+
+async def _status(
+    stub: queue_pb2_grpc.TrajectoryQueueStub, deadline_seconds: float = 2.0
+) -> queue_pb2.StatusResponse | None:
+    """The queue's status; None while it does not answer."""
+    try:
+        return await rpc.call(
+            stub.Status,
+            queue_pb2.StatusRequest(),
+            what="read the queue's status",
+            deadline_seconds=deadline_seconds,
+        )
+    except InfrastructureError:
+        return None
+
+
+@queue_app.command("serve")
+def queue_serve(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Serve the trajectory queue."""
+    config = _load_for_service(path, overrides, role="queue")
+    from trajectory_queue.main import serve
+
+    _run_service(lambda stop: serve(config, stop=stop))
+
+
+@app.command()
+def trainer(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train on leased batches and broadcast new policies."""
+    config = _load_for_service(path, overrides, role="trainer")
+    from trainer_service.main import serve
+
+    _run_service(lambda stop: serve(config, stop=stop))
+
+
+@app.command()
+def rollout(
+    path: ConfigArgument,
+    overrides: Overrides = None,
+    node_id: Annotated[str, typer.Option(help="By default the host's name and the pid.")] = "",
+) -> None:
+    """Generate, score and push trajectories."""
+    node_id = node_id or f"{os.uname().nodename}-{os.getpid()}"
+    config = _load_for_service(path, overrides, role="rollout", node=node_id)
+    from rollout_service.main import serve
+
+    _run_service(lambda stop: serve(config, node_id, stop=stop))
+
+
+@config_app.command("show")
+def config_show(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Print the resolved configuration; secrets are stars."""
+    typer.echo(configuration.load(path, overrides or ()).to_yaml(), nl=False)
+
+
+@app.command()
+def status(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Say what the run does and what each side waits for."""
+    from leeway.progress import waits
+
+    config = configuration.load(path, overrides or ())
+
+    async def ask() -> queue_pb2.StatusResponse | None:
+        async with _queue_stub(config.queue.address, config.security) as stub:
+            return await _status(stub)
+
+    answer = asyncio.run(ask())
+    if answer is None:
+        raise InfrastructureError(
+            f"queue.address = {config.queue.address}: no answer; is `leeway queue` running there?"
+        )
+    typer.echo(f"run {answer.run_id}: version {answer.version}, budget {answer.budget}")
+    typer.echo(waits(answer))
+    for name, count in sorted(answer.groups.items()):
+        typer.echo(f"  {name}: {count}")
+
+
+def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) -> Config:
+    config = configuration.load(path, overrides or ())
+    telemetry.setup(config.telemetry, run=config.run.name, **identity)
+    return config
+
+
+def _run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    # Not sys.exit: a thread inside a long tensor operation would hold the process back.
+    code = process.run(main)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Entry point: errors that Leeway raises on purpose are one clear message, not a traceback."""
+    try:
+        app()
+    except LeewayError as error:
+        typer.echo(f"leeway: {error}", err=True)
+        sys.exit(process.EXIT_CONFIG if isinstance(error, ConfigError) else process.EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The weights that the torch engine holds, and their forward pass.
+
+Any Hugging Face causal LM with plain causal attention: the model's own modules run, only attention is
+ours. Whether that holds is not assumed: when loaded, the model must agree with itself under its own
+attention on a probe, or it is refused.
+
+Weights are bf16 values, held and computed in float32: whatever arrives is rounded to bf16, so that the
+engine holds the very numbers that the trainer computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from leeway.errors import EngineError
+from leeway.trajectory import Float32Array
+from rollout_service.engines.kv_cache import ATTENTION, KVCache, Span, StepPlan
+
+# Largest difference of a logit between our attention and the model's own, relative to the largest
+# logit: float32 rounding stays under 1e-5, a missing feature (soft caps, sinks, state) far above.
+PROBE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedElements:
+    """Elements of one tensor: flat positions, int64 [k], and their new values, bf16 as uint16 [k]."""
+
+    indices: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]
+
+
+Update = npt.NDArray[Any] | ChangedElements
+
+
+class HeldModel:
+    """A causal LM. Construct, `write` and `forward` in one thread at a time."""
+
+    def __init__(self, directory: Path, context: int | None = None) -> None:
+        """Raises `EngineError` when the directory holds no model that this engine can serve."""
+        try:
+            config = AutoConfig.from_pretrained(directory)
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, attn_implementation=ATTENTION
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{directory}: not a Hugging Face causal LM: {error}") from error
+        self._model = model.eval().requires_grad_(False)
+        text = config.get_text_config()
+        self._layers = int(text.num_hidden_layers)
+        self._kv_heads = int(getattr(text, "num_key_value_heads", text.num_attention_heads))
+        head_dim = getattr(text, "head_dim", None)
+        self._head_dim = int(head_dim or text.hidden_size // text.num_attention_heads)
+        self.vocabulary_size = int(text.vocab_size)
+        self.context_length = _context(text, context)
+        self.stop_tokens = _stop_tokens(directory, text)
+        self._tensors: dict[str, Tensor] = dict(
+            self._model.named_parameters(remove_duplicate=False)
+        )
+        for tensor in self._tensors.values():
+            tensor.copy_(tensor.to(torch.bfloat16))
+        self._prove(directory)
+
+    def new_cache(self, slots: int) -> KVCache:
+        return KVCache(self._layers, slots, self._kv_heads, self._head_dim)
+
+    def forward(
+        self,
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        plan: StepPlan,
+        rows: npt.NDArray[np.int64] | None = None,
+    ) -> Tensor:
+        """Logits, float32 [rows, vocabulary], of the given packed tokens (None: of all).
+
+        `tokens` and `positions` are int64 [packed tokens].
+        """
+        keep = torch.from_numpy(rows) if rows is not None else 0
+        logits: Tensor = self._model(
+            input_ids=torch.from_numpy(tokens)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            leeway_plan=plan,
+        ).logits
+        return logits[0]
+
+    def logprobs(self, tokens: npt.NDArray[np.int64]) -> Float32Array:
+        """float32 [n - 1]: log-probability of each of n tokens after the first, at temperature 1."""
+        cache = self.new_cache(slots=0)
+        plan = cache.plan(np.empty(0, np.int64), [Span(0, tokens.size, slice(0, 0))])
+        logits = self.forward(tokens, np.arange(tokens.size), plan)[:-1]
+        chosen = logits.gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
+        result: Float32Array = (chosen - logits.logsumexp(-1)).numpy()
+        return result
+
+    def check(self, updates: Mapping[str, Update]) -> None:
+        """Raises `EngineError` naming the first tensor that cannot be written."""
+        for name, update in updates.items():
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise EngineError(
+                    f"weight {name!r}: the model has no such tensor; send Hugging Face names, e.g. "
+                    f"{next(iter(self._tensors))!r}"
+                )
+            sparse = isinstance(update, ChangedElements)
+            values = update.values if isinstance(update, ChangedElements) else update
+            if values.dtype not in (np.uint16, np.float32):
+                raise EngineError(
+                    f"weight {name!r}: dtype {values.dtype}; send bf16 as uint16, or float32"
+                )
+            if isinstance(update, ChangedElements):
+                if update.indices.shape != values.shape or update.indices.ndim != 1:
+                    raise EngineError(
+                        f"weight {name!r}: {update.indices.shape} indices for {values.shape} values"
+                    )
+                if update.indices.size and not (
+                    0 <= int(update.indices.min()) <= int(update.indices.max()) < tensor.numel()
+                ):
+                    raise EngineError(
+                        f"weight {name!r}: an index lies outside its {tensor.numel()} elements"
+                    )
+            if not sparse and values.shape != tuple(tensor.shape):
+                raise EngineError(
+                    f"weight {name!r}: shape {list(values.shape)}, the model's is "
+                    f"{list(tensor.shape)}"
+                )
+
+    def write(self, updates: Mapping[str, Update]) -> None:
+        """Puts checked updates in place."""
+        for name, update in updates.items():
+            tensor = self._tensors[name]
+            if isinstance(update, ChangedElements):
+                indices = torch.from_numpy(np.ascontiguousarray(update.indices))
+                tensor.view(-1)[indices] = _bf16(update.values).to(torch.float32)
+            else:
+                tensor.copy_(_bf16(update))
+
+    def _prove(self, directory: Path) -> None:
+        """Compares prefill and decode through our attention with the model's own."""
+        tokens = (np.arange(9) * 7919 + 1) % self.vocabulary_size
+        with torch.inference_mode():
+            cache = self.new_cache(slots=1)
+            cache.reserve(tokens.size, 0)
+            first = cache.plan(np.empty(0, np.int64), [Span(0, 6, slice(0, 1))])
+            parts = [self.forward(tokens[:6], np.arange(6), first)]
+            for length in range(7, tokens.size + 1):
+                step = cache.plan(np.array([length]), [])
+                last = slice(length - 1, length)
+                parts.append(self.forward(tokens[last], np.arange(length)[last], step))
+            ours = torch.cat(parts)
+            self._model.set_attn_implementation("eager")
+            own = self._model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+            self._model.set_attn_implementation(ATTENTION)
+        difference = float((ours - own).abs().max() / own.abs().max())
+        if not difference <= PROBE_TOLERANCE:
+            raise EngineError(
+                f"{directory}: logits differ by {difference:.1e} from the model's own attention; "
+                "the torch engine serves plain causal attention only, use SGLang or vLLM"
+            )
+
+
+def _bf16(values: npt.NDArray[Any]) -> Tensor:
+    array = np.require(values, requirements=["C", "W"])
+    if array.dtype == np.uint16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array).to(torch.bfloat16)
+
+
+def _context(config: Any, wanted: int | None) -> int:
+    """The longest sequence: what the model allows, and no further than its attention window."""
+    limit = int(config.max_position_embeddings)
+    layer_types = getattr(config, "layer_types", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
+    window = getattr(config, "sliding_window", None)
+    if slides and window is not None:
+        limit = min(limit, int(window))
+    if wanted is not None and wanted > limit:
+        raise EngineError(f"model.context = {wanted}: the model allows at most {limit} tokens")
+    return wanted or limit
+
+
+def _stop_tokens(directory: Path, config: Any) -> frozenset[int]:
+    try:
+        found = GenerationConfig.from_pretrained(directory).eos_token_id
+    except OSError:
+        found = config.eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found) if isinstance(found, list) else frozenset([int(found)])
