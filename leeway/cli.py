@@ -79,7 +79,7 @@ def up(
         )
     (run / "logs").mkdir(parents=True, exist_ok=True)
     config_path = run / "config.yaml"
-    config_path.write_text(config.to_yaml())
+    config_path.write_text(config.to_yaml(secret=None))
     raise typer.Exit(asyncio.run(_up(config, config_path)))
 
 
@@ -191,7 +191,7 @@ def rollout(
 
 @config_app.command("show")
 def config_show(path: ConfigArgument, overrides: Overrides = None) -> None:
-    """Print the resolved configuration; secrets are stars."""
+    """Print the resolved configuration; secrets are hidden."""
     typer.echo(configuration.load(path, overrides or ()).to_yaml(), nl=False)
 
 

@@ -286,9 +286,25 @@ class Config(Section):
             )
         return self
 
-    def to_yaml(self) -> str:
-        """The resolved configuration; secrets are stars."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+    def to_yaml(self, secret: str | None = "(secret)") -> str:
+        """The resolved configuration.
+
+        Args:
+            secret: Stands in place of every secret that is set.
+        """
+        return yaml.safe_dump(_plain(self.model_dump(), secret), sort_keys=False)
+
+
+def _plain(value: Any, secret: str | None) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item, secret) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, secret) for item in value]
+    if isinstance(value, SecretStr):
+        return secret
+    if isinstance(value, StrEnum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
 
 
 def load(
