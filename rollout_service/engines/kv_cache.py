@@ -1,13 +1,14 @@
 """The key-value cache, and attention over it.
 
-A step is one forward pass over packed tokens without padding: first one token for each of the slots
-0 .. decode-1, which attends to its slot, then whole sequences (spans), which attend to themselves and
-are written into slots. Slots are dense: those in use are always the first ones, so attention reads
-nothing else. Keys lie transposed, [layer, slot, head, dim, token], which makes both products of
-attention plain matrix products; queries of a group share their key-value head without copies.
+A step is one forward pass over packed tokens without padding: first one token for each of the
+slots 0 .. decode-1, which attends to its slot, then whole sequences (spans), which attend to
+themselves and are written into slots. Slots are dense: those in use are always the first ones, so
+attention reads nothing else. Keys lie transposed, [layer, slot, head, dim, token], which makes both
+products of attention plain matrix products; queries of a group share their key-value head without
+copies.
 
-Hugging Face models reach this file through their attention interface, by the name `ATTENTION`, with a
-`StepPlan` in the keyword arguments; nothing else of them is replaced.
+Hugging Face models reach this file through their attention interface, by the name `ATTENTION`, with
+a `StepPlan` in the keyword arguments; nothing else of them is replaced.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "leeway_cache"
@@ -65,7 +66,7 @@ class StepPlan:
 
 
 class KVCache:
-    """Keys and values of up to `slots` sequences. Memory is touched only where tokens are written."""
+    """Keys and values of up to `slots` sequences; memory is used only where tokens are written."""
 
     def __init__(
         self, layers: int, slots: int, heads: int, key_dim: int, value_dim: int | None = None
@@ -137,7 +138,7 @@ class KVCache:
         for span in plan.spans:
             part = slice(span.start, span.stop)
             k, v = key[:, :, part], value[:, :, part]
-            attended = F.scaled_dot_product_attention(
+            attended = scaled_dot_product_attention(
                 query[:, :, part], k, v, is_causal=True, scale=scale, enable_gqa=True
             )
             out[:, part] = attended.transpose(1, 2)

@@ -1,8 +1,8 @@
 """Drawing tokens, and their behaviour log-probabilities.
 
 A draw inverts the cumulative distribution at a uniform number that depends on nothing but the
-request's seed and the token's position in its sequence. So a sequence's tokens do not depend on what
-else is in the batch, on where it was interrupted, or on which node continues it.
+request's seed and the token's position in its sequence. So a sequence's tokens do not depend on
+what else is in the batch, on where it was interrupted, or on which node continues it.
 
 The support that top-k and top-p leave is all tokens whose logit reaches a threshold: top-k first,
 then the smallest set of most likely tokens whose mass reaches top_p. Ties at the threshold stay in.
@@ -21,7 +21,7 @@ from leeway.trajectory import Float32Array, Sampling
 
 # Rows handled at once: 8 x 49,152 float32 stay in a core's second-level cache between passes.
 ROWS = 8
-# The distribution is inverted in two levels: over sums of so many tokens, then inside one such block.
+# The distribution is inverted in two levels: over sums of so many tokens, then inside one sum.
 BLOCK = 256
 # Top-p looks at so many most likely tokens before it sorts the whole vocabulary.
 CANDIDATES = 1024

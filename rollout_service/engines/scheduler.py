@@ -1,16 +1,17 @@
 """Continuous batching: which sequences are in the next forward pass, and what becomes of them.
 
-Synchronous and single-threaded; its caller is the torch engine's thread. A sequence waits (in order),
-runs in a slot, and ends. Every step decodes one token of each running sequence and prefills those
-that join, in one packed forward pass.
+Synchronous and single-threaded; its caller is the torch engine's thread. A sequence waits (in
+order), runs in a slot, and ends. Every step decodes one token of each running sequence and prefills
+those that join, in one packed forward pass.
 
-- Joining means forwarding all tokens known so far, prompt or partial generation alike; the first new
-  token comes from the last of them. `recompute` is nothing but sending running sequences back to the
-  head of the queue.
-- Sequences with equal known tokens share that work: in the same step one span serves them all; later
-  ones copy it from a slot, unless the weights have changed since (`epoch`), and rerun its last token.
-- Running sequences occupy the first slots, without holes. A slot outlives its sequence until the next
-  step, so that one that joins may take over its prefix.
+- Joining means forwarding all tokens known so far, prompt or partial generation alike; the first
+  new token comes from the last of them. `recompute` is nothing but sending running sequences back
+  to the head of the queue.
+- Sequences with equal known tokens share that work: in the same step one span serves them all;
+  later ones copy it from a slot, unless the weights have changed since (`epoch`), and rerun its
+  last token.
+- Running sequences occupy the first slots, without holes. A slot outlives its sequence until the
+  next step, so that one that joins may take over its prefix.
 - An idle batch keeps nothing. What an idle batch generates is a function of the weights and the
   sequences submitted, in their order.
 """
@@ -18,11 +19,12 @@ that join, in one packed forward pass.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from leeway.trajectory import FinishReason, Sampling
 from leeway.versions import expand, spans_of
@@ -31,9 +33,10 @@ from rollout_service.engines.kv_cache import Span
 from rollout_service.engines.sampler import draw, uniforms
 from rollout_service.engines.torch_model import HeldModel
 
-# Most tokens prefilled in one step (a single longer sequence still goes in whole): bounds the memory
-# of a step, and how long running sequences wait for those that join.
+# Most tokens prefilled in one step (a single longer sequence still goes in whole): bounds the
+# memory of a step, and how long running sequences wait for those that join.
 PREFILL_TOKENS = 4096
+NO_SLOT = -1
 
 
 class RunningSequence:
@@ -46,7 +49,8 @@ class RunningSequence:
         self.prompt_length = int(request.prompt.size)
         self.submitted = submitted
         self.finish_reason = FinishReason.UNFINISHED
-        self.slot = -1
+        self.order = 0
+        self.slot = NO_SLOT
         self.interrupted = False
         room = self.prompt_length + max(
             self.sampling.max_new_tokens, request.resume.token_ids.size if request.resume else 0
@@ -94,9 +98,7 @@ class RunningSequence:
 
 
 class ContinuousBatch:
-    """Attributes:
-    version: Stamped on every token; whoever writes the weights sets it, with `weights_changed`.
-    """
+    """The sequences that wait and run, over one model and its cache."""
 
     def __init__(
         self, model: HeldModel, concurrency: int, stop_tokens: Collection[int], version: int
@@ -108,9 +110,11 @@ class ContinuousBatch:
         self._concurrency = concurrency
         self._stop_tokens = frozenset(stop_tokens)
         self._cache = model.new_cache(concurrency)
+        # Counts changes of weights: a version alone might be sent twice with different weights.
         self._epoch = 0
+        self._submitted = 0
         self._waiting: deque[RunningSequence] = deque()
-        # Index = slot. Ended sequences stay until the next step.
+        # By slot. A sequence that has left (its own `slot` is none) stays until the next step.
         self._slots: list[RunningSequence] = []
 
     @property
@@ -119,131 +123,169 @@ class ContinuousBatch:
 
     @property
     def running(self) -> int:
-        return sum(1 for _ in self._running())
+        return len(self._running())
 
     @property
     def interrupted(self) -> bool:
-        """Whether sequences wait that new weights interrupted."""
+        """Whether sequences that new weights interrupted have yet to go on."""
         return any(sequence.interrupted for sequence in self._waiting)
 
     def submit(self, sequences: Iterable[RunningSequence]) -> list[RunningSequence]:
         """Queues the sequences; returns those that have nothing left to generate."""
         ended = []
         for sequence in sequences:
-            self._judge(sequence)
-            if sequence.finish_reason is FinishReason.UNFINISHED:
-                self._waiting.append(sequence)
-            else:
+            sequence.order = self._submitted
+            self._submitted += 1
+            if self._judge(sequence):
                 ended.append(sequence)
+            else:
+                self._waiting.append(sequence)
         return ended
 
     def abort(self, request_ids: Collection[str]) -> list[RunningSequence]:
-        """Takes the sequences out, unfinished; ids that have ended are ignored."""
+        """Takes the sequences out, unfinished; ids that have ended already are ignored."""
         running = [s for s in self._running() if s.request_id in request_ids]
-        waiting = [s for s in self._waiting if s.request_id in request_ids]
         for sequence in running:
-            sequence.slot = -1
+            sequence.slot = NO_SLOT
+        waiting = [s for s in self._waiting if s.request_id in request_ids]
         for sequence in waiting:
             self._waiting.remove(sequence)
+        self._forget_if_idle()
         return running + waiting
 
     def weights_changed(self, version: int, recompute: bool) -> None:
-        """Kept prefixes are stale from now on; `recompute` sends running sequences back as well."""
+        """Prefixes kept so far are stale; `recompute` sends the running sequences back as well."""
         self.version = version
         self._epoch += 1
         if recompute:
-            back = sorted(self._running(), key=lambda sequence: sequence.submitted)
-            self._waiting.extendleft(reversed(back))
-            for sequence in back:
-                sequence.slot = -1
+            for sequence in sorted(self._running(), key=lambda s: s.order, reverse=True):
+                sequence.slot = NO_SLOT
                 sequence.interrupted = True
+                self._waiting.appendleft(sequence)
 
     def step(self, admit: bool) -> list[RunningSequence]:
         """One forward pass, one token for each sequence in it; returns those that ended.
 
-        `admit`: whether waiting sequences may join. Does nothing when there is nothing to do.
+        `admit`: whether waiting sequences may join. With none running or joining, nothing happens.
         """
-        spans = self._join(admit)
-        decoding = self._slots[: len(self._slots) - sum(len(group) for group in spans)]
+        groups = self._join(admit)
         if not self._slots:
-            self._cache.clear()
             return []
+        decoding = self._slots[: len(self._slots) - sum(map(len, groups))]
         lengths = np.array([s.length for s in decoding], dtype=np.int64)
-        packed = [np.array([s.tokens[s.length - 1] for s in decoding], dtype=np.int64)]
+        tokens = [np.array([s.tokens[s.length - 1] for s in decoding], dtype=np.int64)]
         positions = [lengths - 1]
-        layout: list[Span] = []
-        row_of: list[int] = list(range(len(decoding)))
+        spans = []
+        # Rows of the packed tokens whose logits are wanted, and which of them each slot draws from.
         rows = list(range(len(decoding)))
-        offset = len(decoding)
-        for group in spans:
+        row_of_slot = list(rows)
+        end = len(decoding)
+        for group in groups:
             known = group[0].known
-            packed.append(known)
+            start, end = end, end + known.size
+            tokens.append(known)
             positions.append(np.arange(known.size))
-            slots = slice(group[0].slot, group[-1].slot + 1)
-            layout.append(Span(offset, offset + known.size, slots))
-            offset += known.size
-            row_of += [len(rows)] * len(group)
-            rows.append(offset - 1)
-        self.tokens_prefilled += offset - len(decoding)
+            spans.append(Span(start, end, slice(group[0].slot, group[-1].slot + 1)))
+            row_of_slot += [len(rows)] * len(group)
+            rows.append(end - 1)
+        self.tokens_prefilled += end - len(decoding)
 
         logits = self._model.forward(
-            np.concatenate(packed),
+            np.concatenate(tokens),
             np.concatenate(positions),
-            self._cache.plan(lengths, layout),
+            self._cache.plan(lengths, spans),
             np.array(rows) if spans else None,
         )
-        if len(row_of) > len(rows):
-            logits = logits[row_of]
-        return self._sample(logits)
+        return self._draw(logits[row_of_slot] if len(row_of_slot) > len(rows) else logits)
 
-    def _running(self) -> Iterator[RunningSequence]:
-        return (s for slot, s in enumerate(self._slots) if s.slot == slot)
+    def _running(self) -> list[RunningSequence]:
+        return [s for slot, s in enumerate(self._slots) if s.slot == slot]
 
     def _join(self, admit: bool) -> list[list[RunningSequence]]:
-        """Brings waiting sequences into slots; returns groups that share a span, in slot order.
+        """Brings waiting sequences into slots; returns groups that share a prefill, in slot order.
 
-        Afterwards the slots hold: decoding sequences, then those of the spans.
+        Afterwards the slots hold decoding sequences first, then those of the groups.
         """
-        copies: list[tuple[RunningSequence, RunningSequence]] = []
         groups: dict[bytes, list[RunningSequence]] = {}
+        followers: list[tuple[RunningSequence, RunningSequence]] = []
+        # Later entries win, so that a slot that was left is preferred and taken over.
+        left_last = sorted(self._slots, key=lambda s: s.slot == NO_SLOT)
+        donors = {s.prefix: s for s in left_last if s.prefix_epoch == self._epoch}
         room = self._concurrency - self.running if admit else 0
         budget = PREFILL_TOKENS
-        donors = self._donors() if room and self._waiting else {}
-        for sequence in self._next(room):
+        while room and self._waiting:
+            sequence = self._waiting[0]
             known = sequence.known.tobytes()
             if known in donors:
-                copies.append((sequence, donors[known]))
-            elif known in groups:
-                groups[known].append(sequence)
-            elif not groups or sequence.length <= budget:
-                groups[known] = [sequence]
-                budget -= sequence.length
-            else:
-                self._waiting.appendleft(sequence)
+                donor = donors[known]
+                if donor.slot == NO_SLOT:
+                    sequence.slot = self._slots.index(donor)
+                    self._slots[sequence.slot] = donors[known] = sequence
+                else:
+                    followers.append((sequence, donor))
+            elif groups and known not in groups and sequence.length > budget:
                 break
+            else:
+                budget -= sequence.length if known not in groups else 0
+                groups.setdefault(known, []).append(sequence)
             sequence.prefix, sequence.prefix_epoch = known, self._epoch
             sequence.interrupted = False
+            self._waiting.popleft()
+            room -= 1
 
-        # A slot whose sequence has ended goes to one with the same prefix, in place.
-        rest = []
-        for sequence, donor in copies:
-            slot = self._slots.index(donor)
-            if donor.slot != slot:
-                self._slots[slot] = sequence
-                sequence.slot = slot
-                copies = [(s, sequence if d is donor else d) for s, d in copies]
-            else:
-                rest.append(sequence)
-        donor_of = {id(s): d for s, d in copies}
-        self._reserve(chain((s for s, _ in copies), *groups.values()))
-        # Copies come before the holes are closed: a donor may be one of them.
-        occupied = len(self._slots)
-        del occupied
         self._close_holes()
-        for sequence in rest:
-            self._place(sequence)
-            donor = donor_of[id(sequence)]
+        joining = [*(s for s, _ in followers), *chain.from_iterable(groups.values())]
+        longest = max((s.length for s in chain(self._slots, joining)), default=0)
+        self._cache.reserve(longest, len(self._slots))
+        for sequence in joining:
+            sequence.slot = len(self._slots)
+            self._slots.append(sequence)
+        for sequence, donor in followers:
             self._cache.copy(donor.slot, sequence.slot, sequence.length - 1)
-        for sequence in chain(*groups.values()):
-            self._place(sequence)
         return list(groups.values())
+
+    def _close_holes(self) -> None:
+        """Moves the last running sequences into slots that were left."""
+        slot = 0
+        while slot < len(self._slots):
+            if self._slots[slot].slot == slot:
+                slot += 1
+                continue
+            last = self._slots.pop()
+            if last.slot == len(self._slots) and slot < len(self._slots):
+                self._cache.copy(last.slot, slot, last.length - 1)
+                last.slot = slot
+                self._slots[slot] = last
+
+    def _draw(self, logits: Tensor) -> list[RunningSequence]:
+        """Draws the next token of the sequence in each slot from its row of the logits."""
+        seeds = np.array([s.seed for s in self._slots], dtype=np.uint64)
+        places = np.array([s.length for s in self._slots], dtype=np.uint64)
+        samplings = [s.sampling for s in self._slots]
+        tokens, logprobs = draw(logits, samplings, uniforms(seeds, places))
+        self.tokens_generated += len(self._slots)
+        ended = []
+        drawn = zip(self._slots, tokens.tolist(), logprobs.tolist(), strict=True)
+        for sequence, token, logprob in drawn:
+            sequence.append(token, logprob, self.version)
+            if self._judge(sequence):
+                sequence.slot = NO_SLOT
+                ended.append(sequence)
+        self._forget_if_idle()
+        return ended
+
+    def _forget_if_idle(self) -> None:
+        if not self._waiting and not self._running():
+            self._slots.clear()
+            self._cache.clear()
+
+    def _judge(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence has ended; sets why."""
+        if sequence.generated and int(sequence.known[-1]) in self._stop_tokens:
+            sequence.finish_reason = FinishReason.STOP
+        elif (
+            sequence.generated >= sequence.sampling.max_new_tokens
+            or sequence.length >= self._model.context_length
+        ):
+            sequence.finish_reason = FinishReason.LENGTH
+        return sequence.finish_reason is not FinishReason.UNFINISHED

@@ -1,11 +1,11 @@
 """The weights that the torch engine holds, and their forward pass.
 
-Any Hugging Face causal LM with plain causal attention: the model's own modules run, only attention is
-ours. Whether that holds is not assumed: when loaded, the model must agree with itself under its own
-attention on a probe, or it is refused.
+Any Hugging Face causal LM with plain causal attention: the model's own modules run, only attention
+is ours. Whether that holds is not assumed: when loaded, the model must agree with itself under its
+own attention on a probe, or it is refused.
 
-Weights are bf16 values, held and computed in float32: whatever arrives is rounded to bf16, so that the
-engine holds the very numbers that the trainer computes with.
+Weights are bf16 values, held and computed in float32: whatever arrives is rounded to bf16, so that
+the engine holds the very numbers that the trainer computes with.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils import logging as transformers_logging
 
 from leeway.errors import EngineError
 from leeway.trajectory import Float32Array
@@ -32,7 +33,7 @@ PROBE_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedElements:
-    """Elements of one tensor: flat positions, int64 [k], and their new values, bf16 as uint16 [k]."""
+    """Elements of one tensor: flat positions, int64 [k], and new values, bf16 as uint16 [k]."""
 
     indices: npt.NDArray[np.int64]
     values: npt.NDArray[Any]
@@ -46,6 +47,8 @@ class HeldModel:
 
     def __init__(self, directory: Path, context: int | None = None) -> None:
         """Raises `EngineError` when the directory holds no model that this engine can serve."""
+        # A progress bar has no place in a service's log.
+        transformers_logging.disable_progress_bar()
         try:
             config = AutoConfig.from_pretrained(directory)
             model = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +97,7 @@ class HeldModel:
         return logits[0]
 
     def logprobs(self, tokens: npt.NDArray[np.int64]) -> Float32Array:
-        """float32 [n - 1]: log-probability of each of n tokens after the first, at temperature 1."""
+        """float32 [n - 1]: log-probability of each token after the first, at temperature 1."""
         cache = self.new_cache(slots=0)
         plan = cache.plan(np.empty(0, np.int64), [Span(0, tokens.size, slice(0, 0))])
         logits = self.forward(tokens, np.arange(tokens.size), plan)[:-1]
