@@ -75,6 +75,9 @@ class TaskConfig(Section):
     jsonl: Path | None = None
     """A file of one JSON object a line, with `prompt` (text or chat messages), `answer`, and any
     other columns."""
+    bad_rows: Literal["skip", "stop"] = "skip"
+    """What an unreadable row of `jsonl` does: it is left out, counted and reported, or it ends the
+    run."""
     system_prompt: str | None = None
     reward: str | None = None
     """`module:function` or `path/to/file.py:function`, called as `reward(completion, **columns)`.

@@ -1,0 +1,1 @@
+"""Algorithms: pure functions on arrays and tensors; they know of no backend."""

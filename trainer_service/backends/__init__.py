@@ -1,0 +1,1 @@
+"""Backends: models, gradients and optimizers; they know of no algorithm."""

@@ -1,0 +1,101 @@
+"""The backend's contract: everything the trainer's loop needs from a model and its optimizer.
+
+A backend knows packed batches and a loss to be minimised; it does not know where the loss comes
+from. Its calls are made from one thread, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from leeway.errors import LeewayError
+from trainer_service.batching import PackedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DivergedError(LeewayError):
+    """A gradient is NaN or infinite. The weights are as they were before the step."""
+
+
+class Loss(Protocol):
+    """A loss over one micro-batch's trained tokens."""
+
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """A scalar, differentiable in `logprobs`; the micro-batches' losses add up to the step's.
+
+        Args:
+            logprobs: float32 [n], of the trained tokens at their sampling temperature, with
+                gradient.
+            entropy: float32 [n], of the distributions they were drawn from, in nats, no gradient.
+
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: Global 2-norm of the gradient before clipping; 0 when there were no
+            micro-batches.
+        lr: The learning rate that was used.
+
+    """
+
+    grad_norm: float
+    lr: float
+
+
+class Backend(Protocol):
+    """A model with its optimizer."""
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt and answer in tokens that the model's positions allow."""
+        ...
+
+    def logprobs(self, batch: PackedBatch) -> npt.NDArray[np.float32]:
+        """float32 [n]: log-probabilities of the trained tokens under the current weights."""
+        ...
+
+    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        """One optimizer step on the sum of the micro-batches' losses, clipped by its global norm.
+
+        Without micro-batches the weights and the optimizer stay as they are, but the step counts.
+
+        Raises:
+            DivergedError: The gradient is not finite.
+
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """(Hugging Face name, values) of every tensor, tied ones once, always in the same order.
+
+        Values are what the forward pass uses: bf16 as uint16 [shape], or float32 [shape]. They may
+        share memory with the weights: read them before the next step.
+
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes master weights, optimizer state and step count into an existing directory."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restores what `save` wrote, bitwise.
+
+        Raises:
+            ConfigError: The files are of another model.
+
+        """
+        ...

@@ -1,0 +1,225 @@
+"""Checkpoints: immutable generations, and a pointer to the newest whole one.
+
+    checkpoints/step-000012/   weights.safetensors   float32 masters
+                               optimizer.safetensors
+                               manifest.json         run, model, step, hash of every file, `extra`
+                checkpoints/LATEST                   "step-000012"
+
+A generation is written under a temporary name, flushed to disk, renamed, and only then does LATEST
+point to it. What must hold, whenever the process is killed: LATEST names a whole generation, or
+there is none. What LATEST does not name, nobody may rely on. One process writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from leeway.errors import ConfigError, DataError
+
+LATEST = "LATEST"
+MANIFEST = "manifest.json"
+WEIGHTS_FILE = "weights.safetensors"
+EXPORTED_WEIGHTS = "model.safetensors"
+TEMPORARY = ".partial-"
+READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole generation. `extra` is what the saver handed in: version, sampler position and the
+    like."""
+
+    path: Path
+    step: int
+    extra: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run, with one model."""
+
+    def __init__(self, directory: Path, *, run_id: str, model_hash: str, kept: int) -> None:
+        """Creates the directory and removes what a killed predecessor left half done.
+
+        Args:
+            model_hash: Of the model that the run began with; see `model_hash`.
+            kept: So many newest generations stay.
+
+        """
+        self._directory = directory
+        self._identity = {"run_id": run_id, "model_hash": model_hash}
+        self._kept = kept
+        directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+
+    def save(
+        self, step: int, write: Callable[[Path], None], extra: Mapping[str, Any] | None = None
+    ) -> Checkpoint:
+        """Makes `step` the newest generation, durably, and drops the oldest beyond those kept.
+
+        Args:
+            write: Writes weights and optimizer into the directory it is given (`Backend.save`).
+            extra: JSON values that must be as old as the weights.
+
+        Raises:
+            DataError: LATEST already names this step or a later one; generations are immutable.
+
+        """
+        newest = self._latest_step()
+        if newest is not None and step <= newest:
+            raise DataError(
+                f"checkpoint: step = {step}, but the latest is of step {newest} already"
+            )
+        name = _name(step)
+        partial = self._directory / f"{TEMPORARY}{name}"
+        _remove(partial)
+        partial.mkdir()
+        write(partial)
+        files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+        manifest: dict[str, Any] = {
+            **self._identity,
+            "step": step,
+            "files": files,
+            "extra": dict(extra or {}),
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in (*partial.iterdir(), partial):
+            _flush(path)
+        final = self._directory / name
+        _remove(final)
+        partial.rename(final)
+        _flush(self._directory)
+        pointer = self._directory / f"{TEMPORARY}{LATEST}"
+        pointer.write_text(name)
+        _flush(pointer)
+        pointer.replace(self._directory / LATEST)
+        _flush(self._directory)
+        self._sweep()
+        return Checkpoint(final, step, manifest["extra"])
+
+    def latest(self) -> Checkpoint | None:
+        """The generation that LATEST names, verified; None when there is none yet.
+
+        Raises:
+            ConfigError: It belongs to another run or model.
+            DataError: A file is missing or damaged.
+
+        """
+        step = self._latest_step()
+        if step is None:
+            return None
+        path = self._directory / _name(step)
+        try:
+            manifest = json.loads((path / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"checkpoint {path}: its manifest cannot be read: {error}") from error
+        for key, own in self._identity.items():
+            if manifest[key] != own:
+                raise ConfigError(
+                    f"checkpoint {path}: {key} = {manifest[key]!r}, this run's is {own!r}; give "
+                    "the run another name, or continue with the model it began with"
+                )
+        for name, expected in manifest["files"].items():
+            if not (path / name).is_file() or _describe(path / name) != expected:
+                raise DataError(
+                    f"checkpoint {path}: {name} is missing or damaged; restore it, or delete "
+                    f"{self._directory / LATEST} to begin anew"
+                )
+        return Checkpoint(path, manifest["step"], manifest["extra"])
+
+    def _latest_step(self) -> int | None:
+        try:
+            name = (self._directory / LATEST).read_text()
+        except FileNotFoundError:
+            return None
+        return _step(name)
+
+    def _sweep(self) -> None:
+        """Removes partial generations, those that LATEST never named, and the oldest."""
+        for path in self._directory.glob(f"{TEMPORARY}*"):
+            _remove(path)
+        newest = self._latest_step()
+        steps = sorted(_step(path.name) for path in self._directory.glob("step-*"))
+        whole = [step for step in steps if newest is not None and step <= newest]
+        for step in set(steps) - set(whole[-self._kept :]):
+            _remove(self._directory / _name(step))
+
+
+def model_hash(model_directory: Path) -> str:
+    """Of a model's configuration, tokenizer and weights: xxh3-128 as hex."""
+    digest = xxhash.xxh3_128()
+    names = {"config.json", "tokenizer.json"}
+    for path in sorted(model_directory.iterdir()):
+        if path.name in names or path.suffix == ".safetensors":
+            digest.update(path.name.encode())
+            digest.update(_describe(path)["xxh3_128"])
+    return digest.hexdigest()
+
+
+def export_hf(checkpoint: Path, model_directory: Path, out: Path) -> None:
+    """Writes a model directory that `AutoModelForCausalLM.from_pretrained` loads, in bf16.
+
+    Args:
+        checkpoint: A generation's directory.
+        model_directory: The model that the run began with; its configuration, tokenizer and chat
+            template are copied.
+        out: Replaced as a whole once everything is written.
+
+    """
+    partial = out.with_name(f"{TEMPORARY}{out.name}")
+    _remove(partial)
+    partial.mkdir(parents=True)
+    for path in model_directory.iterdir():
+        if path.is_file() and ".safetensors" not in path.name:
+            shutil.copyfile(path, partial / path.name)
+    config = json.loads((partial / "config.json").read_text())
+    (partial / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
+    with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as masters:
+        names = masters.keys()
+        weights = {name: masters.get_tensor(name).to(torch.bfloat16) for name in names}
+    save_file(weights, partial / EXPORTED_WEIGHTS, metadata={"format": "pt"})
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    _remove(out)
+    partial.rename(out)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
