@@ -1,0 +1,66 @@
+"""Builds a rollout node out of a configuration: what `leeway rollout` runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from transformers import AutoTokenizer
+
+from leeway import models, rpc
+from leeway.config import Config
+from leeway.telemetry import Spans
+from rollout_service.engines.torch_engine import TorchEngine
+from rollout_service.node import RolloutNode
+from rollout_service.prompts import Renderer
+from rollout_service.receiver import PolicyReceiver
+from rollout_service.rewards import RewardPool
+from trajectory_queue.client import RolloutQueue
+
+
+async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
+    """Rolls out tasks until the run is finished or `stop` is set.
+
+    Raises:
+        ConfigError: the configuration, the reward function or the model cannot work.
+        LeewayError: the queue or the broadcast stayed away.
+    """
+    model = await asyncio.to_thread(models.resolve, config.model.path)
+    engine = await asyncio.to_thread(
+        TorchEngine,
+        model,
+        concurrency=config.rollout.concurrency,
+        context=config.model.context,
+    )
+    renderer = Renderer(
+        await asyncio.to_thread(AutoTokenizer.from_pretrained, model),
+        engine.context_length,
+        config.sampling.max_new_tokens,
+    )
+    queue_channel = rpc.connect(
+        config.queue.address, config.security, config.queue.max_message_bytes
+    )
+    weights_channel = rpc.connect(config.weights.address, config.security)
+    spans = Spans(
+        config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None
+    )
+    receiver = PolicyReceiver(
+        weights_channel, engine, node_id=node_id, mode=config.rollout.update_mode
+    )
+    try:
+        async with RewardPool(config.task) as rewards:
+            node = RolloutNode(
+                config,
+                node_id,
+                engine,
+                RolloutQueue(queue_channel, node_id),
+                receiver,
+                rewards,
+                renderer,
+                spans,
+            )
+            await node.run(stop)
+    finally:
+        spans.close()
+        await queue_channel.close()
+        await weights_channel.close()
+        await engine.close()

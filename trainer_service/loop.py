@@ -1,0 +1,299 @@
+"""The trainer's loop: lease a batch, learn from it, publish the new policy, commit, checkpoint.
+
+`Trainer.run` is the whole story on one screen. Tensor work happens in a thread of its own; the event
+loop keeps talking to the queue meanwhile. What must hold:
+
+- The policy version is the number of batches learned from; it goes up by one a batch, is published
+  before the batch is committed, and only committed batches free their places.
+- Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
+  the loop checks that once more.
+- A stop takes effect between two micro-batches. The checkpoint is of the last whole version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+import structlog
+from trajectory_queue.client import Batch, TrainerQueue
+
+from leeway.config import Config, OverBudget
+from leeway.errors import ConfigError, LeewayError
+from leeway.tasks import Sampler
+from leeway.telemetry import Spans
+from leeway.trajectory import Group, Purpose
+from leeway.versions import capacity
+from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.backends.base import Backend, Loss
+from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.checkpoint import Checkpoints
+from trainer_service.record import Record, StepTimes
+from trainer_service.weight_broadcast.publisher import WeightPublisher
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+# Tasks that wait in the queue, in multiples of what the budget lets nodes work on: filtered groups
+# are replaced from them at once.
+_WAITING_CAPACITIES = 2
+_FEED_SECONDS = 0.5
+# Engine and trainer compute the same numbers in different orders; more than this is another model,
+# temperature or precision on one side.
+_MOST_MISMATCH_KL = 0.01
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The process was asked to end."""
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run is: with the weights and the optimizer, all that a checkpoint holds."""
+
+    version: int = 0
+    sampler: dict[str, int] = field(default_factory=dict)
+    evaluated: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one batch taught: the plans and objectives of its optimizer steps."""
+
+    plans: Sequence[StepPlan]
+    objectives: Sequence[Objective]
+    grad_norm: float
+    lr: float
+
+
+class Trainer:
+    """The parts of a training run, wired by `main`."""
+
+    def __init__(
+        self,
+        config: Config,
+        backend: Backend,
+        sampler: Sampler,
+        queue: TrainerQueue,
+        start_publisher: Callable[[int], WeightPublisher],
+        checkpoints: Checkpoints,
+        record: Record,
+        spans: Spans,
+    ) -> None:
+        """`start_publisher` is called once, with this life's incarnation."""
+        self._config = config
+        self._backend = backend
+        self._sampler = sampler
+        self._queue = queue
+        self._start_publisher = start_publisher
+        self._checkpoints = checkpoints
+        self._record = record
+        self._spans = spans
+        self._position = Position()
+        self._saved_version = -1
+        self._checked_engine = False
+        self._stop = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "compute")
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Trains until `trainer.steps` batches are done or `stop` is set; leaves a checkpoint."""
+        self._stop = stop
+        self._publisher = await self._resume()
+        with self._publisher:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    feeder = tasks.create_task(self._feed())
+                    await self._evaluate("before")
+                    while self._position.version < self._config.trainer.steps:
+                        await self._step()
+                    await self._evaluate("after")
+                    feeder.cancel()
+            except* Stopped:
+                log.info("stopping", version=self._position.version)
+            await self._checkpoint()
+            if not stop.is_set():
+                await self._queue.drain()
+
+    async def _step(self) -> None:
+        """One batch: lease, learn, publish, commit, and now and then checkpoint."""
+        times = StepTimes()
+        with self._spans.span("lease"), times.waiting():
+            batch = await self._lease()
+        with self._spans.span("learn"), times.learning():
+            learned = await self._compute(self._learn, batch.groups)
+        self._position.version += 1
+        with self._spans.span("publish"), times.publishing():
+            await self._publish()
+        await self._queue.commit(batch, version=self._position.version)
+        self._record.step(self._position.version, batch, learned, times)
+        if self._position.version % self._config.trainer.checkpoint_every == 0:
+            await self._checkpoint()
+
+    # Learning: in the compute thread -------------------------------------------------------------
+
+    def _learn(self, groups: Sequence[Group]) -> Learned:
+        """The optimizer steps of one batch: one for each of `trainer.minibatches`."""
+        trainer = self._config.trainer
+        size = max(1, len(groups) // trainer.minibatches)
+        plans = [
+            plan_step(
+                groups[start : start + size],
+                trainer.algorithm,
+                microbatch_tokens=trainer.microbatch_tokens,
+                longest_answer=self._config.sampling.max_new_tokens,
+            )
+            for start in range(0, len(groups), size)
+        ]
+        if len(plans) > 1:
+            plans = [self._with_proximal(plan) for plan in plans]
+        objectives = [Objective(trainer.algorithm, self._position.version) for _ in plans]
+        for index, (plan, objective) in enumerate(zip(plans, objectives, strict=True)):
+            # Versions are whole batches: once the weights have changed, the batch is finished.
+            loss = self._stoppable(objective) if index == 0 else objective
+            result = self._backend.step(plan.microbatches, loss)
+            if index == 0:
+                self._check_engine(objective)
+        return Learned(plans, objectives, result.grad_norm, result.lr)
+
+    def _with_proximal(self, plan: StepPlan) -> StepPlan:
+        """Keeps the log-probabilities of the policy at the start of the batch."""
+        scored = [replace(b, proximal=self._backend.logprobs(b)) for b in plan.microbatches]
+        return replace(plan, microbatches=tuple(scored))
+
+    def _check_engine(self, objective: Objective) -> None:
+        """Once a life: on tokens of the trainer's own version both sides hold the same numbers.
+
+        Raises:
+            ConfigError: they do not; every importance ratio would be wrong.
+        """
+        mismatch = objective.metrics().get("mismatch_kl_k3_mean")
+        if self._checked_engine or mismatch is None:
+            return
+        self._checked_engine = True
+        if mismatch > _MOST_MISMATCH_KL:
+            raise ConfigError(
+                f"engine and trainer disagree: KL {mismatch:.4f} nats a token on tokens of the "
+                f"trainer's own version, bound {_MOST_MISMATCH_KL}; see that both use the same "
+                "model, temperature and precision"
+            )
+
+    def _stoppable(self, loss: Loss) -> Loss:
+        def checked(batch: PackedBatch, logprobs: Any, entropy: Any) -> Any:
+            if self._stop.is_set():
+                raise Stopped
+            return loss(batch, logprobs, entropy)
+
+        return checked
+
+    # The queue -----------------------------------------------------------------------------------
+
+    async def _lease(self, purpose: Purpose = Purpose.TRAIN, task_ids: Sequence[str] = ()) -> Batch:
+        """A whole batch.
+
+        Raises:
+            DeadlineError: none came together within `trainer.batch_seconds`.
+        """
+        trainer = self._config.trainer
+        batch = await self._unless_stopped(
+            self._queue.lease_batch(
+                version=self._position.version,
+                groups=len(task_ids) or trainer.batch_groups,
+                purpose=purpose,
+                task_ids=task_ids,
+                deadline_seconds=trainer.batch_seconds,
+            )
+        )
+        if purpose is Purpose.TRAIN and self._config.staleness.over_budget is not OverBudget.KEEP:
+            self._check_budget(batch)
+        return batch
+
+    def _check_budget(self, batch: Batch) -> None:
+        oldest = self._position.version - batch.budget
+        for trajectory in _trajectories(batch.groups):
+            versions = trajectory.version_range()
+            if versions is not None and versions[0] < oldest:
+                raise LeewayError(
+                    f"trajectory {trajectory.trajectory_id!r}: a token of version {versions[0]} "
+                    f"came to the step at version {self._position.version}, over the budget of "
+                    f"{batch.budget}; the queue should have masked or dropped it"
+                )
+
+    async def _feed(self) -> None:
+        """Keeps tasks waiting in the queue, so that nodes never wait for the sampler."""
+        batch_groups = self._config.trainer.batch_groups
+        while True:
+            status = await self._queue.status()
+            wanted = _WAITING_CAPACITIES * capacity(status.budget, batch_groups)
+            missing = wanted - status.groups["waiting"]
+            if missing > 0:
+                await self._queue.enqueue(self._sampler.take(missing))
+            await asyncio.sleep(_FEED_SECONDS)
+
+    async def _evaluate(self, phase: str) -> None:
+        """Scores the held-out problems under the version in place, once a run and phase."""
+        tasks = self._sampler.heldout(phase, min_version=self._position.version)
+        if not tasks or phase in self._position.evaluated:
+            return
+        await self._queue.enqueue(tasks)
+        batch = await self._lease(Purpose.EVAL, [task.task_id for task in tasks])
+        await self._queue.commit(batch, version=self._position.version)
+        self._position.evaluated.append(phase)
+        self._record.evaluation(self._position.version, phase, batch)
+
+    # Weights and checkpoints ---------------------------------------------------------------------
+
+    async def _resume(self) -> WeightPublisher:
+        """One handshake, fresh or resumed: after it weights, sampler and queue agree."""
+        checkpoint = self._checkpoints.latest()
+        if checkpoint is not None:
+            await self._compute(self._backend.load, checkpoint.path)
+            self._position = Position(**checkpoint.extra)
+            self._sampler.restore(self._position.sampler)
+            self._saved_version = self._position.version
+        resumed = await self._queue.resume(self._position.version)
+        self._publisher = await asyncio.to_thread(self._start_publisher, resumed.incarnation)
+        await self._publish()
+        log.info("ready", version=self._position.version, restored_groups=resumed.restored)
+        return self._publisher
+
+    async def _publish(self) -> None:
+        """Hands the weights over to the broadcasting process."""
+        version = self._position.version
+        await self._compute(lambda: self._publisher.publish(version, self._backend.weights()))
+
+    async def _checkpoint(self) -> None:
+        version = self._position.version
+        if self._saved_version == version:
+            return
+        self._position.sampler = self._sampler.state()
+        extra = asdict(self._position)
+        with self._spans.span("checkpoint"):
+            await self._compute(self._checkpoints.save, version, self._backend.save, extra)
+        self._saved_version = version
+        await self._queue.checkpointed(version)
+
+    # Running -------------------------------------------------------------------------------------
+
+    async def _compute(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs tensor work in its thread; the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
+    async def _unless_stopped(self, wait: Awaitable[T]) -> T:
+        waiting = asyncio.ensure_future(wait)
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if not waiting.done():
+            waiting.cancel()
+            raise Stopped
+        return waiting.result()
+
+
+def _trajectories(groups: Iterable[Group]) -> Iterable[Any]:
+    return (trajectory for group in groups for trajectory in group.trajectories)

@@ -1,0 +1,65 @@
+"""Builds a trainer out of a configuration: what `leeway trainer` runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from trajectory_queue.client import TrainerQueue
+
+from leeway import models, rpc
+from leeway.config import Config
+from leeway.tasks import Sampler, open_source
+from leeway.telemetry import Spans
+from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
+from trainer_service.loop import Trainer
+from trainer_service.record import Record
+from trainer_service.weight_broadcast.publisher import WeightPublisher
+
+
+async def serve(config: Config, *, stop: asyncio.Event) -> None:
+    """Trains until the run is finished or `stop` is set.
+
+    Raises:
+        ConfigError: the configuration, the data or the model cannot work.
+        LeewayError: the queue or the broadcast stayed away, or a newer life has taken over.
+    """
+    run = config.run.path
+    run.mkdir(parents=True, exist_ok=True)
+    model = await asyncio.to_thread(models.resolve, config.model.path)
+    sampler = Sampler(await asyncio.to_thread(open_source, config), config)
+    backend = await asyncio.to_thread(TorchBackend, model, config.trainer)
+    checkpoints = Checkpoints(
+        run / "checkpoints",
+        run_id=config.run.name,
+        model_hash=await asyncio.to_thread(model_hash, model),
+        kept=config.trainer.checkpoints_kept,
+    )
+    channel = rpc.connect(config.queue.address, config.security, config.queue.max_message_bytes)
+    record = Record(run)
+    spans = Spans(run / "spans-trainer.jsonl" if config.telemetry.spans else None)
+
+    def start_publisher(incarnation: int) -> WeightPublisher:
+        return WeightPublisher(
+            config.run.name, incarnation, config.weights, config.security, config.telemetry
+        )
+
+    trainer = Trainer(
+        config,
+        backend,
+        sampler,
+        TrainerQueue(channel, "trainer"),
+        start_publisher,
+        checkpoints,
+        record,
+        spans,
+    )
+    try:
+        await trainer.run(stop)
+        newest = checkpoints.latest()
+        if newest is not None and not stop.is_set():
+            await asyncio.to_thread(export_hf, newest.path, model, run / "checkpoints" / "export")
+    finally:
+        record.close()
+        spans.close()
+        await channel.close()

@@ -1,0 +1,145 @@
+"""What a run writes down: a row a step in metrics.jsonl, the same numbers on /metrics, and samples.
+
+Names carry their unit and reduction; docs/metrics.md has them all, with the bound at which a person
+should look.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from prometheus_client import Gauge
+from trajectory_queue.client import Batch
+
+from leeway.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from trainer_service.loop import Learned
+
+_GAUGE = Gauge("leeway_trainer", "The newest value of a step's metric", ["metric"])
+
+
+class StepTimes:
+    """How long each part of a step took, in seconds."""
+
+    def __init__(self) -> None:
+        self.wait_seconds = self.step_seconds = self.publish_seconds = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.wait_seconds = time.monotonic() - started
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.step_seconds = time.monotonic() - started
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.publish_seconds = time.monotonic() - started
+
+
+class Record:
+    """Writes into a run's directory; a row is in the file when its call returns."""
+
+    def __init__(self, run: Path) -> None:
+        self._file = (run / "metrics.jsonl").open("a", buffering=1)
+        self._samples = run / "trajectories"
+        self._samples.mkdir(exist_ok=True)
+        self._last_step = time.monotonic()
+
+    def step(self, version: int, batch: Batch, learned: Learned, times: StepTimes) -> None:
+        """One trained batch. Rewards are over all that was generated, the filtered included."""
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        untrained = batch.untrained
+        scores = [t.score for t in trajectories if t.score is not None]
+        count = len(scores) + untrained.trajectories
+        lengths = [t.response_length for t in trajectories]
+        now = time.monotonic()
+        elapsed, self._last_step = now - self._last_step, now
+        self._write(
+            "step",
+            step=version,
+            version=version,
+            reward_mean=(sum(scores) + untrained.score_sum) / max(count, 1),
+            reward_trained_mean=float(np.mean(scores)) if scores else 0.0,
+            trajectories=len(trajectories),
+            untrained_groups=untrained.groups,
+            answer_tokens_mean=float(np.mean(lengths)) if lengths else 0.0,
+            tokens_trained=sum(plan.trained_tokens for plan in learned.plans),
+            tokens_packed=sum(plan.packed_tokens for plan in learned.plans),
+            tokens_masked=batch.masked_tokens,
+            tokens_per_second=sum(lengths) / max(elapsed, 1e-9),
+            **_staleness(trajectories, version - 1),
+            wait_seconds=times.wait_seconds,
+            step_seconds=times.step_seconds,
+            publish_seconds=times.publish_seconds,
+            grad_norm=learned.grad_norm,
+            lr=learned.lr,
+            **learned.objectives[-1].metrics(),
+            tasks=[group.task.task_id for group in batch.groups],
+        )
+        self._sample(version, batch)
+
+    def evaluation(self, version: int, phase: str, batch: Batch) -> None:
+        """The held-out problems, scored under `version`."""
+        trajectories = [t for group in batch.groups for t in group.trajectories]
+        scores = [t.score for t in trajectories if t.score is not None]
+        lengths = [t.response_length for t in trajectories]
+        self._write(
+            "eval",
+            phase=phase,
+            version=version,
+            reward_mean=float(np.mean(scores)) if scores else 0.0,
+            trajectories=len(scores),
+            answer_tokens_mean=float(np.mean(lengths)) if lengths else 0.0,
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _sample(self, version: int, batch: Batch) -> None:
+        """The batch's first group, as it was trained, in the wire's own form."""
+        if batch.groups:
+            path = self._samples / f"step-{version:06d}.pb"
+            path.write_bytes(batch.groups[0].to_wire().SerializeToString())
+
+    def _write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **_rounded(values)}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                _GAUGE.labels(name if kind == "step" else f"{kind}_{name}").set(value)
+
+
+def _staleness(trajectories: list[Trajectory], trainer_version: int) -> dict[str, Any]:
+    """Over trained tokens, in versions, at the step that used them."""
+    ranges = [r for t in trajectories if (r := t.version_range()) is not None]
+    tokens = [trainer_version - t.token_versions()[t.loss_mask] for t in trajectories]
+    of_tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
+    in_flight = [newest - oldest for oldest, newest in ranges]
+    in_queue = [trainer_version - newest for _, newest in ranges]
+    return {
+        "staleness_mean": float(of_tokens.mean()) if of_tokens.size else 0.0,
+        "staleness_max": int(of_tokens.max(initial=0)),
+        "staleness_in_flight_mean": float(np.mean(in_flight)) if in_flight else 0.0,
+        "staleness_in_queue_mean": float(np.mean(in_queue)) if in_queue else 0.0,
+        "versions_in_batch": int(np.unique(of_tokens).size),
+    }
+
+
+def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in values.items()
+    }
