@@ -94,6 +94,8 @@ class Task:
         messages: Chat messages, each {"role": ..., "content": ...}.
         columns: The data row's other columns; they reach the reward function by name.
         seed: Seeds the group's samples, whichever node draws them.
+        min_version: The oldest version it may be generated with; an evaluation names the policy
+            that it judges.
     """
 
     task_id: str
@@ -104,6 +106,7 @@ class Task:
     sampling: Sampling
     seed: int
     purpose: Purpose = Purpose.TRAIN
+    min_version: int = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.task_id), "task_id", self.task_id, "give every task an id")
@@ -120,6 +123,7 @@ class Task:
             columns_json=json.dumps(dict(self.columns)),
             sampling=_sampling_to_wire(self.sampling),
             seed=self.seed,
+            min_version=self.min_version,
         )
 
     @classmethod
@@ -141,6 +145,7 @@ class Task:
             sampling=_sampling_from_wire(message.sampling),
             seed=message.seed,
             purpose=message.purpose,
+            min_version=message.min_version,
             convert={"purpose": Purpose},
         )
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from leeway import models, rpc
@@ -15,6 +21,16 @@ from rollout_service.prompts import Renderer
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.rewards import RewardPool
 from trajectory_queue.client import RolloutQueue
+
+
+def _tensors(model: Path) -> dict[str, npt.NDArray[Any]]:
+    """The directory's weights by Hugging Face name; bf16 as uint16."""
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            bits = tensor.to(torch.bfloat16).view(torch.int16)
+            tensors[name] = bits.numpy().view(np.uint16)
+    return tensors
 
 
 async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
@@ -40,14 +56,18 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
         config.queue.address, config.security, config.queue.max_message_bytes
     )
     weights_channel = rpc.connect(config.weights.address, config.security)
-    spans = Spans(
-        config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None
-    )
+    spans = Spans(config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None)
     receiver = PolicyReceiver(
-        weights_channel, engine, node_id=node_id, mode=config.rollout.update_mode
+        weights_channel,
+        engine,
+        node_id=node_id,
+        run_id=config.run.name,
+        mode=config.rollout.update_mode,
+        config=config.weights,
+        initial=await asyncio.to_thread(_tensors, model),
     )
     try:
-        async with RewardPool(config.task) as rewards:
+        async with RewardPool.of(config.task) as rewards:
             node = RolloutNode(
                 config,
                 node_id,

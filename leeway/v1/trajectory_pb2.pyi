@@ -58,7 +58,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("task_id", "sequence", "purpose", "group_size", "messages_json", "columns_json", "sampling", "seed")
+    __slots__ = ("task_id", "sequence", "purpose", "group_size", "messages_json", "columns_json", "sampling", "seed", "min_version")
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class Task(_message.Message):
     COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     task_id: str
     sequence: int
     purpose: Purpose
@@ -75,7 +76,8 @@ class Task(_message.Message):
     columns_json: str
     sampling: Sampling
     seed: int
-    def __init__(self, task_id: _Optional[str] = ..., sequence: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., group_size: _Optional[int] = ..., messages_json: _Optional[str] = ..., columns_json: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    min_version: int
+    def __init__(self, task_id: _Optional[str] = ..., sequence: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., group_size: _Optional[int] = ..., messages_json: _Optional[str] = ..., columns_json: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., min_version: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("trajectory_id", "task_id", "index", "token_ids", "prompt_length", "logprobs", "loss_mask", "versions", "finish_reason", "sampling", "reward", "score", "node_id", "generation_seconds", "extras")

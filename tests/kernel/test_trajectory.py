@@ -1,6 +1,7 @@
 """The domain types: what is refused, and what the wire keeps."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ def make_task(**changes: Any) -> Task:
         "group_size": 2,
         "sampling": Sampling(max_new_tokens=8),
         "seed": 2**63 + 1,
-        "purpose": Purpose.TRAIN,
+        "purpose": Purpose.EVAL,
+        "min_version": 3,
     }
     return Task(**{**fields, **changes})
 
@@ -148,7 +150,7 @@ def test_a_score_is_the_reward_unless_that_is_shaped() -> None:
 def test_spans_encode_versions(versions: list[int]) -> None:
     spans = spans_of(versions)
     assert expand(spans).tolist() == versions
-    assert all(a.version != b.version for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.version != b.version for a, b in pairwise(spans))
 
 
 @given(st.integers(0, 100), st.integers(0, 50), st.integers(0, 50))
