@@ -150,7 +150,8 @@ class RolloutNode:
                 prompt = self._renderer.render(lease.task.messages)
                 running = _Running(lease, prompt)
                 new = self._requests(running)
-                self._engine.check(new)
+                for request in new:
+                    self._engine.check(request)
             except (DataError, EngineError) as error:
                 await self._queue.fail(lease.lease_id, FailureKind.DATA, str(error))
                 continue

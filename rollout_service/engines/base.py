@@ -92,8 +92,8 @@ class Engine(Protocol):
     @property
     def vocabulary_size(self) -> int: ...
 
-    def check(self, requests: Sequence[GenerateRequest]) -> None:
-        """Raises `EngineError` for the first request that this engine cannot serve."""
+    def check(self, request: GenerateRequest) -> None:
+        """Raises `EngineError` when this engine cannot serve the request."""
         ...
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:

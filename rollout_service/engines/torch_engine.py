@@ -146,13 +146,30 @@ class TorchEngine:
     def vocabulary_size(self) -> int:
         return self._model.vocabulary_size
 
+    def check(self, request: GenerateRequest) -> None:
+        name = f"request {request.request_id!r}: prompt"
+        self._validate_tokens(name, request.prompt)
+        known = request.prompt.size
+        if request.resume is not None:
+            if request.resume.finish_reason is not FinishReason.UNFINISHED:
+                raise EngineError(
+                    f"request {request.request_id!r}: resume has ended "
+                    f"({request.resume.finish_reason.name}); resume unfinished generations only"
+                )
+            known += request.resume.token_ids.size
+        if known >= self.context_length and request.resume is None:
+            raise EngineError(
+                f"{name} of {known} tokens leaves no room in the context of {self.context_length}; "
+                "shorten the prompt or raise model.context"
+            )
+
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
         """Queues at the call itself, not when first iterated.
 
         Closing the iterator early, or cancelling its reader, aborts what it has not yielded.
         """
         for request in requests:
-            self._validate(request)
+            self.check(request)
         ids = [request.request_id for request in requests]
         if len(set(ids)) < len(ids):
             raise EngineError(f"request_id: each must be unique, got {ids}")
@@ -230,23 +247,6 @@ class TorchEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _validate(self, request: GenerateRequest) -> None:
-        name = f"request {request.request_id!r}: prompt"
-        self._validate_tokens(name, request.prompt)
-        known = request.prompt.size
-        if request.resume is not None:
-            if request.resume.finish_reason is not FinishReason.UNFINISHED:
-                raise EngineError(
-                    f"request {request.request_id!r}: resume has ended "
-                    f"({request.resume.finish_reason.name}); resume unfinished generations only"
-                )
-            known += request.resume.token_ids.size
-        if known >= self.context_length and request.resume is None:
-            raise EngineError(
-                f"{name} of {known} tokens leaves no room in the context of {self.context_length}; "
-                "shorten the prompt or raise model.context"
-            )
 
     def _validate_tokens(self, name: str, tokens: Int32Array) -> None:
         if tokens.size == 0:
