@@ -168,7 +168,7 @@ class KVCache:
             rows = slice(chunk.start * kv_heads, chunk.stop * kv_heads)
             part = slice(chunk.start, chunk.stop)
             scores = torch.bmm(grouped[rows], keys[part, :, :, :longest].flatten(0, 1))
-            scores.unflatten(0, (-1, kv_heads)).add_(chunk.mask)
+            scores.view(-1, kv_heads, *scores.shape[1:]).add_(chunk.mask)
             weights = scores.softmax(-1)
             attended = torch.bmm(weights, values[part, :, :longest].flatten(0, 1))
             out[part] = attended.view(chunk.stop - chunk.start, -1, value.shape[-1])

@@ -87,7 +87,7 @@ def _invert(mass: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """The token at which each row's cumulative mass passes `uniform` of its total; the totals."""
     vocabulary = mass.shape[1]
     whole = vocabulary - vocabulary % BLOCK
-    sums = mass[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)
+    sums = mass[:, :whole].view(len(mass), -1, BLOCK).sum(-1)
     if whole < vocabulary:
         sums = torch.cat([sums, mass[:, whole:].sum(-1, keepdim=True)], dim=1)
     cumulative = sums.double().cumsum(1)

@@ -48,10 +48,10 @@ class HeldModel:
     def __init__(self, directory: Path, context: int | None = None) -> None:
         """Raises `EngineError` when the directory holds no model that this engine can serve."""
         # A progress bar has no place in a service's log.
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
             config = AutoConfig.from_pretrained(directory)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=torch.float32, attn_implementation=ATTENTION
             )
         except (OSError, ValueError) as error:

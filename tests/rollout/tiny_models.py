@@ -1,0 +1,60 @@
+"""Random models of a few thousand weights, as Hugging Face directories, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+VOCABULARY = 300
+EOS = 7
+CONTEXT = 256
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "initializer_range": 0.2,
+}
+
+CONFIGS = {
+    "llama": LlamaConfig(**_SHAPE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=24, tie_word_embeddings=True),
+}
+
+
+def save_tiny_model(directory: Path, family: str = "llama", seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def weights_of(directory: Path) -> dict[str, npt.NDArray[np.uint16]]:
+    """bf16 as uint16, by Hugging Face name."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    return {
+        name: tensor.detach().view(torch.int16).numpy().view(np.uint16)
+        for name, tensor in model.named_parameters()
+    }
+
+
+def plain_logprobs(
+    directory: Path, tokens: npt.NDArray[Any], temperature: float = 1.0
+) -> npt.NDArray[np.float32]:
+    """float32 [n, vocabulary]: log-probabilities that plain transformers gives after each token."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+    return (logits / temperature).log_softmax(-1).numpy()
