@@ -1,0 +1,352 @@
+"""New policies arrive here: pulled, staged, verified, then swapped into the engine.
+
+The order is strict: fetch, stage and verify in host memory while the engine generates; then pause
+and swap (the engine does both), then the canary. `version` moves only after that. Whatever goes
+wrong on the way in is tried again: a broken transfer goes on at its offset, a missing base or a
+wrong digest brings full weights, a peer that is away is dialled again. What goes wrong after the
+swap is not: a canary that deviates means that the engine does not hold the weights it was given,
+and the node stops.
+
+One task listens to announcements, one follows them; only the newest counts, so that versions may
+skip.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from leeway import rpc
+from leeway.config import UpdateMode, WeightsConfig
+from leeway.deltas import Tensor
+from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError, WireError
+from leeway.manifests import Manifest, check_chunk, unseal
+from leeway.telemetry import Waits
+from leeway.v1 import weights_pb2 as pb
+from leeway.v1 import weights_pb2_grpc as pb_grpc
+from rollout_service.engines.base import Engine
+from rollout_service.host_copy import HostCopy
+
+log = structlog.get_logger(__name__)
+
+# The broadcaster speaks every 10 seconds; a connection that is silent for longer is given up.
+_SILENCE_SECONDS = 30.0
+_CALL_SECONDS = 60.0
+_REPORT_SECONDS = 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
+
+
+class CanaryError(EngineError):
+    """The engine's log-probabilities are not those of the weights it was given."""
+
+
+class PolicyReceiver:
+    """Keeps an engine on the newest policy.
+
+    Args:
+        initial: The weights that the engine has loaded, under Hugging Face names; the receiver
+            takes them over. Without them, or when the trainer's differ, full weights are fetched.
+        run_id: Weights of another run are refused.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        engine: Engine,
+        *,
+        node_id: str,
+        run_id: str,
+        mode: UpdateMode,
+        config: WeightsConfig,
+        initial: Mapping[str, Tensor] | None = None,
+        waits: Waits | None = None,
+    ) -> None:
+        self._stub: Any = pb_grpc.WeightBroadcastStub(channel)
+        self._engine = engine
+        self._node_id = node_id
+        self._run_id = run_id
+        self._mode = mode
+        self._initial = initial
+        self._waits = waits or Waits()
+        self._host = HostCopy()
+        # Digests of the tensors that the engine holds.
+        self._loaded: dict[str, str] = {}
+        self._incarnation = -1
+        self._version = -1
+        self._failure: LeewayError | None = None
+        self._target: pb.SubscribeResponse | None = None
+        self._changed = asyncio.Condition()
+
+    @property
+    def version(self) -> int:
+        """The policy that the engine holds, verified; -1 before the first."""
+        return self._version
+
+    @property
+    def digest(self) -> str:
+        """Of the verified weights in host memory; empty while there are none."""
+        return self._host.digest
+
+    async def wait_for(self, version: int, deadline_seconds: float) -> None:
+        """Waits until the engine generates with `version` or a newer one.
+
+        Raises:
+            DeadlineError: it does not in time.
+            CanaryError, WireError: the receiver has stopped.
+        """
+        try:
+            async with asyncio.timeout(deadline_seconds), self._changed:
+                await self._changed.wait_for(
+                    lambda: self._version >= version or self._failure is not None
+                )
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"weights of version {version}: not within {deadline_seconds:g} s; the engine has "
+                f"version {self._version}, announced is "
+                f"{self._target.version if self._target is not None else 'nothing'}"
+            ) from error
+        if self._failure is not None:
+            raise self._failure
+
+    async def run(self) -> None:
+        """Follows the broadcast until cancelled.
+
+        Raises:
+            CanaryError: the engine does not hold what it was given.
+            WireError: the weights are another run's.
+        """
+        if self._initial is not None:
+            await asyncio.to_thread(self._host.adopt, self._initial)
+            self._loaded = dict(self._host.digests)
+            self._initial = None
+        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._follow())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except LeewayError as error:
+            self._failure = error
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with self._changed:
+                self._changed.notify_all()
+
+    # --- Announcements
+
+    async def _listen(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            request = pb.SubscribeRequest(
+                node_id=self._node_id,
+                have_version=max(self._version, 0),
+                have_digest=self._host.digest,
+            )
+            call = self._stub.Subscribe(request)
+            try:
+                while True:
+                    announcement = await asyncio.wait_for(call.read(), _SILENCE_SECONDS)
+                    if announcement is grpc.aio.EOF:
+                        break
+                    pause = _FIRST_PAUSE
+                    await self._hear(announcement)
+            except TimeoutError:
+                log.warning("the weight broadcast is silent; subscribing again")
+            except grpc.aio.AioRpcError as error:
+                problem = rpc.translate(error, "subscribe to weights")
+                if not isinstance(problem, InfrastructureError):
+                    raise problem from error
+                log.info("the weight broadcast is away", cause=str(problem))
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _hear(self, announcement: pb.SubscribeResponse) -> None:
+        if announcement.run_id != self._run_id:
+            raise WireError(
+                f"weights of run {announcement.run_id!r}, but this node belongs to "
+                f"{self._run_id!r}; check weights.address and run.name"
+            )
+        newest = self._target
+        if not announcement.digest or (
+            newest is not None and announcement.incarnation < newest.incarnation
+        ):
+            return
+        async with self._changed:
+            self._target = announcement
+            self._changed.notify_all()
+
+    # --- Updates
+
+    async def _follow(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            with self._waits.waiting_for("announcement"):
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._current())
+            target = self._target
+            assert target is not None
+            started = time.monotonic()
+            try:
+                manifest = await self._stage(target)
+            except (InfrastructureError, WireError) as error:
+                log.warning("an update is tried again", version=target.version, cause=str(error))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            pause = _FIRST_PAUSE
+            await self._apply(manifest or target, started)
+
+    def _current(self) -> bool:
+        """Whether the engine holds what was announced, or newer weights of the same trainer."""
+        target = self._target
+        return target is None or (
+            target.incarnation == self._incarnation and target.version <= self._version
+        )
+
+    async def _stage(self, target: pb.SubscribeResponse) -> Manifest | None:
+        """One step towards the target: a delta, or full weights, perhaps of an older version; None
+        when the host copy holds the target already."""
+        if target.digest == self._host.digest:
+            return None
+        manifest = await self._manifest(target)
+        with self._waits.waiting_for("weights", f"version {manifest.version}"):
+            payload = await self._fetch(manifest)
+        await asyncio.to_thread(self._host.stage, manifest, payload)
+        return manifest
+
+    async def _manifest(self, target: pb.SubscribeResponse) -> Manifest:
+        request = pb.GetManifestRequest(
+            node_id=self._node_id, version=target.version, base_digest=self._host.digest
+        )
+        manifest = unseal(
+            await rpc.call(
+                self._stub.GetManifest,
+                request,
+                what=f"manifest of version {target.version}",
+                deadline_seconds=_CALL_SECONDS,
+            )
+        )
+        if manifest.run_id != self._run_id or manifest.base_digest not in ("", self._host.digest):
+            raise WireError(
+                f"manifest of run {manifest.run_id!r} on base {manifest.base_digest!r}, asked for "
+                f"{self._run_id!r} on {self._host.digest!r}"
+            )
+        return manifest
+
+    async def _fetch(self, manifest: Manifest) -> npt.NDArray[np.uint8]:
+        """The payload; a transfer that breaks goes on where it broke."""
+        payload = np.empty(manifest.payload_length, dtype=np.uint8)
+        received = 0
+        end = time.monotonic() + _CALL_SECONDS
+        pause = _FIRST_PAUSE
+        while received < payload.size:
+            before = received
+            request = pb.FetchRequest(
+                node_id=self._node_id,
+                digest=manifest.digest,
+                base_digest=manifest.base_digest,
+                offset=received,
+            )
+            call = self._stub.Fetch(request)
+            try:
+                while received < payload.size:
+                    response = await asyncio.wait_for(call.read(), _SILENCE_SECONDS)
+                    if response is grpc.aio.EOF:
+                        raise WireError(f"a payload that ends at {received} of {payload.size}")
+                    data = check_chunk(response, received, payload.size - received)
+                    payload[received : received + len(data)] = np.frombuffer(data, np.uint8)
+                    received += len(data)
+            except (grpc.aio.AioRpcError, WireError, TimeoutError) as error:
+                problem = (
+                    rpc.translate(error, f"fetch version {manifest.version}")
+                    if isinstance(error, grpc.aio.AioRpcError)
+                    else error
+                )
+                gone = isinstance(error, grpc.aio.AioRpcError) and not isinstance(
+                    problem, InfrastructureError
+                )
+                if received > before:
+                    end = time.monotonic() + _CALL_SECONDS
+                    pause = _FIRST_PAUSE
+                if gone or time.monotonic() > end:
+                    raise InfrastructureError(
+                        f"version {manifest.version}: {received} of {payload.size} bytes, then: "
+                        f"{problem}"
+                    ) from error
+                log.info("a transfer goes on", at=received, of=payload.size, cause=str(problem))
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            finally:
+                call.cancel()
+        return payload
+
+    async def _apply(self, staged: Manifest | pb.SubscribeResponse, started: float) -> None:
+        """Brings the engine to what the host copy holds, and proves that it arrived."""
+        manifest = staged if isinstance(staged, Manifest) else None
+        version = staged.version
+        report = pb.ReportRequest(
+            node_id=self._node_id,
+            version=version,
+            digest=self._host.digest,
+            state=pb.NODE_STATE_STAGED,
+            stage_seconds=time.monotonic() - started,
+            bytes_received=manifest.payload_length if manifest is not None else 0,
+        )
+        await self._report(report)
+        digests = self._host.digests
+        changed = {
+            name: self._host.tensor(name)
+            for name, digest in digests.items()
+            if self._loaded.get(name) != digest
+        }
+        pause = await self._engine.swap(changed, version, self._mode)
+        self._loaded = dict(digests)
+        if manifest is not None and manifest.canary is not None:
+            deviation = manifest.canary.deviation(
+                await self._engine.logprobs(manifest.canary.token_ids)
+            )
+            if not deviation <= manifest.canary.tolerance:
+                message = (
+                    f"version {version}: the canary's log-probabilities differ by {deviation:.3g} "
+                    f"from the trainer's, more than {manifest.canary.tolerance:g}; the engine does "
+                    "not hold the weights it was given"
+                )
+                report.state, report.message = pb.NODE_STATE_FAILED, message
+                await self._report(report)
+                raise CanaryError(message)
+        async with self._changed:
+            self._incarnation, self._version = staged.incarnation, version
+            self._changed.notify_all()
+        report.state, report.pause_seconds = pb.NODE_STATE_APPLIED, pause
+        await self._report(report)
+        log.info(
+            "policy applied",
+            version=version,
+            tensors=len(changed),
+            bytes=report.bytes_received,
+            stage_seconds=round(report.stage_seconds, 4),
+            pause_seconds=round(pause, 4),
+        )
+
+    async def _report(self, report: pb.ReportRequest) -> None:
+        """Tells the broadcaster; that it does not hear it keeps no weights back."""
+        try:
+            await rpc.call(
+                self._stub.Report,
+                report,
+                what="report on weights",
+                deadline_seconds=_REPORT_SECONDS,
+            )
+        except InfrastructureError as error:
+            log.warning("a report was not heard", cause=str(error))

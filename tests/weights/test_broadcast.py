@@ -1,0 +1,175 @@
+"""From the trainer's publish to the engine's swap, with the real processes and gRPC between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from support import DEADLINE, MemoryEngine, Trainer, node, publish, publisher, same
+
+from leeway.errors import LeewayError
+from rollout_service.receiver import CanaryError
+from trainer_service.weight_broadcast import WeightPublisher
+
+
+async def test_a_node_that_loaded_the_same_weights_fetches_nothing() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(trainer.weights())
+    with publisher() as broadcast:
+        publish(broadcast, 0, trainer)
+        async with node(broadcast.address, engine, trainer.weights()) as receiver:
+            await receiver.wait_for(0, DEADLINE)
+    assert engine.swaps == [(0, [])]
+
+
+async def test_every_version_arrives_bit_for_bit() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(trainer.weights())
+    with publisher() as broadcast:
+        async with node(broadcast.address, engine, trainer.weights()) as receiver:
+            for version in range(30):
+                publish(broadcast, version, trainer)
+                await receiver.wait_for(version, DEADLINE)
+                assert same(engine.weights, trainer.weights())
+                trainer.step()
+    assert [version for version, _ in engine.swaps] == list(range(30))
+    assert all("head.bias" not in names for _, names in engine.swaps), (
+        "only what changed is swapped"
+    )
+
+
+async def test_a_node_that_joins_late_or_lags_skips_versions() -> None:
+    trainer = Trainer()
+    first = trainer.weights()
+    with publisher() as broadcast:
+        for version in range(6):
+            publish(broadcast, version, trainer)
+            trainer.step()
+        late, lagging = MemoryEngine(), MemoryEngine(first)
+        publish(broadcast, 6, trainer)
+        async with (
+            node(broadcast.address, late, None, "late") as fresh,
+            node(broadcast.address, lagging, first, "lagging") as behind,
+        ):
+            await fresh.wait_for(6, DEADLINE)
+            await behind.wait_for(6, DEADLINE)
+    assert same(late.weights, trainer.weights())
+    assert same(lagging.weights, trainer.weights())
+    assert [version for version, _ in lagging.swaps] == [6], "composed to one delta"
+
+
+async def test_full_weights_come_when_the_base_is_unknown() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(Trainer(seed=9).weights())
+    with publisher() as broadcast:
+        publish(broadcast, 3, trainer)
+        async with node(broadcast.address, engine, Trainer(seed=9).weights()) as receiver:
+            await receiver.wait_for(3, DEADLINE)
+    assert same(engine.weights, trainer.weights())
+
+
+async def test_a_killed_broadcaster_is_started_again_and_nodes_go_on() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(trainer.weights())
+    with publisher() as broadcast:
+        async with node(broadcast.address, engine, trainer.weights()) as receiver:
+            for version in range(4):
+                publish(broadcast, version, trainer)
+                await receiver.wait_for(version, DEADLINE)
+                await _kill(broadcast)
+                trainer.step()
+            publish(broadcast, 4, trainer)
+            await receiver.wait_for(4, DEADLINE)
+            assert same(engine.weights, trainer.weights())
+    assert all("head.bias" not in names for _, names in engine.swaps), "by deltas, not in full"
+
+
+async def test_a_new_incarnation_takes_over() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(trainer.weights())
+    with publisher(incarnation=1) as first:
+        address = first.address
+        async with node(address, engine, trainer.weights()) as receiver:
+            publish(first, 5, trainer)
+            await receiver.wait_for(5, DEADLINE)
+            checkpoint = trainer.weights()
+            trainer.step()
+            publish(first, 6, trainer)
+            await receiver.wait_for(6, DEADLINE)
+            await asyncio.to_thread(first.close)
+            # It resumes from version 5; what version 6 was is lost, and must not be generated with.
+            with publisher(incarnation=2, address=address) as second:
+                second.publish(5, checkpoint.items())
+                await _until(lambda: engine.version == 5)
+                assert same(engine.weights, checkpoint)
+                trainer = Trainer()
+                trainer.step(1e-4)
+                publish(second, 6, trainer)
+                await _until(lambda: receiver.version == 6)
+                assert same(engine.weights, trainer.weights())
+
+
+async def test_an_engine_that_deviates_from_the_canary_stops_the_node() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine(trainer.weights())
+    with publisher() as broadcast:
+        async with node(broadcast.address, engine, trainer.weights()) as receiver:
+            publish(broadcast, 0, trainer)
+            await receiver.wait_for(0, DEADLINE)
+            engine.breaks = lambda weights: weights["norm.weight"].fill(0)
+            trainer.step()
+            publish(broadcast, 1, trainer)
+            with pytest.raises(CanaryError, match="version 1"):
+                await receiver.wait_for(1, DEADLINE)
+            assert receiver.version == 0
+
+
+async def test_snapshots_that_come_faster_than_they_are_encoded_are_skipped() -> None:
+    trainer = Trainer(scale=40)
+    engine = MemoryEngine(trainer.weights())
+    with publisher() as broadcast:
+        async with node(broadcast.address, engine, trainer.weights()) as receiver:
+            for version in range(40):
+                broadcast.publish(version, trainer.weights().items(), trainer.canary())
+                trainer.step()
+            broadcast.publish(40, trainer.weights().items(), trainer.canary())
+            await receiver.wait_for(40, DEADLINE)
+    assert same(engine.weights, trainer.weights())
+
+
+def test_versions_only_go_up_and_a_failed_snapshot_leaves_nothing() -> None:
+    trainer = Trainer()
+    with publisher() as broadcast:
+        publish(broadcast, 2, trainer)
+        with pytest.raises(ValueError, match="version 2"):
+            broadcast.publish(2, trainer.weights().items())
+        twice = [*trainer.weights().items()] * 2
+        for _ in range(6):
+            with pytest.raises(ValueError, match="twice"):
+                broadcast.publish(3, twice)
+        publish(broadcast, 3, trainer)
+
+
+async def test_weights_of_another_run_are_refused() -> None:
+    trainer = Trainer()
+    with publisher() as broadcast:
+        publish(broadcast, 0, trainer)
+        async with node(broadcast.address, MemoryEngine()) as receiver:
+            receiver._run_id = "another"
+            with pytest.raises(LeewayError, match="another"):
+                await receiver.wait_for(0, DEADLINE)
+
+
+async def _kill(broadcast: WeightPublisher) -> None:
+    pid = broadcast.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await _until(lambda: broadcast.pid not in (pid, None))
+
+
+async def _until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(DEADLINE):
+        while not condition():
+            await asyncio.sleep(0.01)

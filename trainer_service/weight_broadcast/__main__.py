@@ -1,0 +1,83 @@
+"""The broadcasting process; `WeightPublisher` starts it and speaks with it over its pipes.
+
+In: one line of JSON a message, the `Setup` first, then snapshots. Out: the address that it serves
+on, then for each snapshot its version, once announced, and the slots that are free again. It ends
+when its input does, or its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from leeway import rpc, telemetry
+from leeway.config import SecurityConfig, TelemetryConfig, WeightsConfig
+from leeway.v1 import weights_pb2 as pb
+from leeway.v1 import weights_pb2_grpc as pb_grpc
+from trainer_service.weight_broadcast.nodes import Nodes
+from trainer_service.weight_broadcast.service import BroadcastService
+from trainer_service.weight_broadcast.snapshots import SlotReader, Snapshot
+from trainer_service.weight_broadcast.store import PolicyStore
+
+_PR_SET_PDEATHSIG = 1
+# A line describes every tensor of a policy.
+_LONGEST_LINE = 64 << 20
+
+
+async def main() -> None:
+    _die_with_parent()
+    lines = await _stdin()
+    setup = json.loads(await lines.readline())
+    weights = WeightsConfig.model_validate(setup["weights"])
+    telemetry.setup(
+        TelemetryConfig.model_validate(setup["telemetry"]), role="broadcast", run=setup["run_id"]
+    )
+    store = PolicyStore(
+        setup["run_id"],
+        setup["incarnation"],
+        [SlotReader(descriptor) for descriptor in setup["slots"]],
+        kept_versions=weights.kept_versions,
+        anchor_every=weights.anchor_every,
+    )
+    service = BroadcastService(store, Nodes(), weights.chunk_bytes)
+
+    async def add(server: rpc.Server) -> None:
+        name = pb.DESCRIPTOR.services_by_name["WeightBroadcast"].full_name
+        await server.add(pb_grpc.add_WeightBroadcastServicer_to_server, service, name)
+
+    security = SecurityConfig.model_validate(setup["security"])
+    async with rpc.serve(weights.address, security, add, grace_seconds=0.2) as server:
+        _say(address=server.address)
+        while line := await lines.readline():
+            snapshot = Snapshot.from_json(json.loads(line))
+            freed = await service.publish(snapshot)
+            _say(announced=snapshot.version, freed=freed)
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends this process with its parent; elsewhere the end of input does."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit("the parent is gone")
+
+
+async def _stdin() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=_LONGEST_LINE)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def _say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,81 @@
+"""Who has what, since when: the broadcaster's view of the fleet, from subscriptions and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from leeway.v1 import weights_pb2 as pb
+
+# A node that has been away for so long is forgotten.
+_FORGOTTEN_AFTER_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class Node:
+    node_id: str
+    digest: str
+    report: pb.ReportRequest
+    since: float
+    subscriptions: int = 0
+    parent: str = ""
+
+
+class Nodes:
+    """The registry; a node is live while it is subscribed."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._nodes: dict[str, Node] = {}
+
+    def subscribed(self, request: pb.SubscribeRequest) -> Node:
+        """A node has opened a subscription and says what it holds."""
+        node = self._of(request.node_id)
+        node.subscriptions += 1
+        node.digest = request.have_digest
+        node.since = self._clock()
+        node.report.version = request.have_version
+        return node
+
+    def unsubscribed(self, node: Node) -> None:
+        node.subscriptions -= 1
+        node.since = self._clock()
+
+    def reported(self, request: pb.ReportRequest) -> None:
+        node = self._of(request.node_id)
+        if request.state == pb.NODE_STATE_APPLIED:
+            node.digest = request.digest
+        node.report = request
+        node.since = self._clock()
+
+    def in_use(self) -> set[str]:
+        """The digests that live nodes hold."""
+        return {node.digest for node in self._nodes.values() if node.subscriptions}
+
+    def rows(self) -> list[pb.NodeWeights]:
+        now = self._clock()
+        return [
+            pb.NodeWeights(
+                node_id=node.node_id,
+                version=node.report.version,
+                state=node.report.state,
+                message=node.report.message,
+                seconds_ago=now - node.since,
+                parent=node.parent,
+                connected=node.subscriptions > 0,
+                stage_seconds=node.report.stage_seconds,
+                pause_seconds=node.report.pause_seconds,
+                bytes_received=node.report.bytes_received,
+            )
+            for node in self._nodes.values()
+        ]
+
+    def _of(self, node_id: str) -> Node:
+        now = self._clock()
+        for known in [n for n in self._nodes.values() if not n.subscriptions]:
+            if now - known.since > _FORGOTTEN_AFTER_SECONDS:
+                del self._nodes[known.node_id]
+        if node_id not in self._nodes:
+            self._nodes[node_id] = Node(node_id, "", pb.ReportRequest(node_id=node_id), now)
+        return self._nodes[node_id]
