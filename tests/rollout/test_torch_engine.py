@@ -238,6 +238,20 @@ async def test_equal_prompts_share_one_prefill(llama: Path) -> None:
             assert engine.stats().tokens_prefilled == 50
 
 
+async def test_a_latecomer_copies_the_prefix_of_a_sequence_that_runs(llama: Path) -> None:
+    shared = prompt(0, 40)
+    requests = [
+        request("runs", prompt=shared, sampling=Sampling(max_new_tokens=100)),
+        request("ends", prompt=prompt(1, 60), sampling=Sampling(max_new_tokens=5)),
+        request("late", prompt=shared, sampling=Sampling(max_new_tokens=30)),
+    ]
+    async with engine_of(llama, concurrency=2, stop_tokens=NEVER_STOPS) as engine:
+        got = (await collect(engine.generate(requests)))["late"]
+        assert engine.stats().tokens_prefilled == 40 + 60
+    plain = plain_logprobs(llama, np.concatenate([shared, got.token_ids]))[39:-1]
+    np.testing.assert_allclose(got.logprobs, plain[np.arange(30), got.token_ids], atol=1e-4)
+
+
 async def test_no_more_than_the_concurrency_run_and_the_first_come_first(llama: Path) -> None:
     requests = [
         request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=4)) for i in range(7)
