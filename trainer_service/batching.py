@@ -61,7 +61,6 @@ class PackedBatch:
         sequences: int64 [n], the trajectory's index in the step.
         proximal: float32 [n], log-probabilities at the start of the batch. None when the batch is
             one optimizer step: the forward pass of that very step then yields them.
-
     """
 
     token_ids: Int64Array
@@ -89,7 +88,6 @@ class StepPlan:
         packed_trajectories: Those that are computed.
         packed_tokens: Tokens in all forward passes.
         sequence_tokens: Prompt and response tokens of all trajectories, each counted by itself.
-
     """
 
     microbatches: tuple[PackedBatch, ...]
@@ -150,7 +148,6 @@ def pack(
         DataError: The arrays do not list the groups' trajectories, or hold NaN or infinity.
         ConfigError: A trajectory was sampled in a way whose log-probabilities the trainer cannot
             compute (see `check_sampling`).
-
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for name, values in (("advantages", advantages), ("weights", weights)):
@@ -195,7 +192,6 @@ def check_sampling(sampling: Sampling) -> None:
 
     Raises:
         ConfigError: naming the setting, its value and the remedy.
-
     """
     if sampling.temperature == 0.0:
         raise ConfigError(

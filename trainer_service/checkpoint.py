@@ -54,7 +54,6 @@ class Checkpoints:
         Args:
             model_hash: Of the model that the run began with; see `model_hash`.
             kept: So many newest generations stay.
-
         """
         self._directory = directory
         self._identity = {"run_id": run_id, "model_hash": model_hash}
@@ -73,7 +72,6 @@ class Checkpoints:
 
         Raises:
             DataError: LATEST already names this step or a later one; generations are immutable.
-
         """
         newest = self._latest_step()
         if newest is not None and step <= newest:
@@ -113,7 +111,6 @@ class Checkpoints:
         Raises:
             ConfigError: It belongs to another run or model.
             DataError: A file is missing or damaged.
-
         """
         step = self._latest_step()
         if step is None:
@@ -161,8 +158,7 @@ def model_hash(model_directory: Path) -> str:
     names = {"config.json", "tokenizer.json"}
     for path in sorted(model_directory.iterdir()):
         if path.name in names or path.suffix == ".safetensors":
-            digest.update(path.name.encode())
-            digest.update(_describe(path)["xxh3_128"])
+            digest.update(f"{path.name} {_describe(path)}".encode())
     return digest.hexdigest()
 
 
@@ -174,7 +170,6 @@ def export_hf(checkpoint: Path, model_directory: Path, out: Path) -> None:
         model_directory: The model that the run began with; its configuration, tokenizer and chat
             template are copied.
         out: Replaced as a whole once everything is written.
-
     """
     partial = out.with_name(f"{TEMPORARY}{out.name}")
     _remove(partial)

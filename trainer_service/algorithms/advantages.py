@@ -43,7 +43,6 @@ def group_relative(
     Raises:
         DataError: A reward is NaN or infinite, the lengths differ, or a group has one member: its
             reward would vanish.
-
     """
     r = np.asarray(rewards, dtype=np.float64)
     g = np.asarray(groups, dtype=np.int64)

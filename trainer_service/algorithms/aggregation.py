@@ -45,7 +45,6 @@ def token_weights(
 
     Raises:
         DataError: A length is negative, or the constant is not positive.
-
     """
     n = np.asarray(lengths, dtype=np.int64)
     if n.size and n.min() < 0:

@@ -48,7 +48,6 @@ def plan_step(
     Raises:
         DataError: A trajectory has no reward, or a group only one trajectory.
         ConfigError: A trajectory was sampled in a way that the trainer cannot follow.
-
     """
     rewards: list[float] = []
     for group in groups:

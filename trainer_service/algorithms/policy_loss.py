@@ -49,7 +49,6 @@ class BehaviourWeights:
     applied: After the bounds; 0 where rejected or not valid.
     valid: bool, tokens in the mask whose log-probabilities are finite.
     bounded: bool, valid tokens that were cut or rejected.
-
     """
 
     raw: Tensor
@@ -66,7 +65,6 @@ class PolicyLoss:
     ratio: pi_theta / pi_prox, without gradient; 1 where not valid.
     clipped: bool, valid tokens at which the clip is active (no gradient).
     behaviour: The weights that were applied.
-
     """
 
     loss: Tensor
@@ -83,7 +81,6 @@ def behaviour_weights(
     Args:
         proximal, behaviour: float [...], log-probabilities; no gradient flows through either.
         mask: bool [...], trained tokens.
-
     """
     proximal, behaviour = proximal.detach(), behaviour.detach()
     valid = mask & proximal.isfinite() & behaviour.isfinite()
@@ -123,7 +120,6 @@ def decoupled_ppo(
         behaviour: float [...], of the policy that generated the tokens.
         advantages: float [...].
         mask: bool [...], trained tokens. Values elsewhere do not matter.
-
     """
     sound = mask & logprobs.detach().isfinite() & advantages.isfinite()
     weights = behaviour_weights(proximal, behaviour, sound, bounds)

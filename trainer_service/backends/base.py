@@ -35,7 +35,6 @@ class Loss(Protocol):
             logprobs: float32 [n], of the trained tokens at their sampling temperature, with
                 gradient.
             entropy: float32 [n], of the distributions they were drawn from, in nats, no gradient.
-
         """
         ...
 
@@ -48,7 +47,6 @@ class StepResult:
         grad_norm: Global 2-norm of the gradient before clipping; 0 when there were no
             micro-batches.
         lr: The learning rate that was used.
-
     """
 
     grad_norm: float
@@ -74,7 +72,6 @@ class Backend(Protocol):
 
         Raises:
             DivergedError: The gradient is not finite.
-
         """
         ...
 
@@ -83,7 +80,6 @@ class Backend(Protocol):
 
         Values are what the forward pass uses: bf16 as uint16 [shape], or float32 [shape]. They may
         share memory with the weights: read them before the next step.
-
         """
         ...
 
@@ -96,6 +92,5 @@ class Backend(Protocol):
 
         Raises:
             ConfigError: The files are of another model.
-
         """
         ...

@@ -52,10 +52,9 @@ class MasterAdamW:
 
         Raises:
             DivergedError: A gradient is NaN or infinite.
-
         """
         gradients = {
-            name: tensor.grad.flatten()
+            name: _dense(tensor.grad).view(-1)
             for name, tensor in self._working.items()
             if tensor.grad is not None
         }
@@ -100,7 +99,6 @@ class MasterAdamW:
 
         Raises:
             ConfigError: Names or shapes are of another model.
-
         """
         expected = dict(self.state())
         for what, own, given in (("weight", self._masters, masters), ("state", expected, state)):
@@ -149,3 +147,8 @@ class MasterAdamW:
     def _refresh(self) -> None:
         for name, tensor in self._working.items():
             self._copy(tensor, self._masters[name])
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """An embedding's gradient comes as a few rows."""
+    return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()

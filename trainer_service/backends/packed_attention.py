@@ -48,7 +48,6 @@ def packed_attention(
 
     Raises:
         ConfigError: The model asks for a kind of attention that is not computed here.
-
     """
     for name, asked in (("softcap", softcap), ("s_aux", s_aux)):
         if asked is not None:

@@ -74,7 +74,6 @@ def token_scores(
 
     Returns:
         float32 [n] log-probabilities with gradient, float32 [n] entropies without.
-
     """
     apply: Any = _TokenScores.apply
     logprobs, entropy = apply(hidden, head, targets, temperatures)

@@ -24,7 +24,7 @@ from trainer_service.backends import packed_attention
 from trainer_service.backends.base import Loss, StepResult
 from trainer_service.backends.optimizer import MasterAdamW
 from trainer_service.backends.token_scores import token_scores
-from trainer_service.batching import PackedBatch
+from trainer_service.batching import PackedBatch, Segment
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -47,8 +47,7 @@ class TorchBackend:
             precision: Of the weights that are computed with and published.
 
         Raises:
-            ConfigError: The model's attention cannot be replaced by the packed one.
-
+            ConfigError: The model does something that packing or the scores cannot follow.
         """
         self._precision = precision
         self._device = torch.device(device)
@@ -65,6 +64,7 @@ class TorchBackend:
             # Its gradient has a row for each token, not for each word of the vocabulary.
             embedding.sparse = True
         self._model.to(self._device)
+        self._check_packing()
         self._optimizer = MasterAdamW(
             dict(self._model.named_parameters()), config, round_to_bf16=precision == "bf16"
         )
@@ -120,6 +120,42 @@ class TorchBackend:
             self._tensor(batch.targets),
             self._tensor(batch.temperatures),
         )
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Two answers packed behind one prompt must score as each does in the model's own pass.
+
+        They do not if its layers mix tokens other than by attention, if its attention has extras,
+        or if its head has a bias or scales the logits.
+        """
+        prompt, answers = [1, 2, 3], ([4, 5], [6, 7])
+        rows = np.array([2, 3, 2, 4])
+        count = len(rows)
+        packed = self.logprobs(
+            PackedBatch(
+                token_ids=np.array([1, 2, 3, 4, 6]),
+                positions=np.array([0, 1, 2, 3, 3]),
+                segments=(Segment(0, 3), Segment(3, 1, parent=0), Segment(4, 1, parent=0)),
+                rows=rows,
+                targets=np.array([4, 5, 6, 7]),
+                temperatures=np.ones(count, dtype=np.float32),
+                behaviour=np.zeros(count, dtype=np.float32),
+                advantages=np.zeros(count, dtype=np.float32),
+                weights=np.zeros(count, dtype=np.float32),
+                versions=np.zeros(count, dtype=np.int64),
+                sequences=np.array([0, 0, 1, 1]),
+            )
+        )
+        self._model.set_attn_implementation("eager")
+        ids = torch.tensor([prompt + answer for answer in answers], device=self._device)
+        own = self._model(input_ids=ids, use_cache=False).logits.log_softmax(dim=-1)
+        self._model.set_attn_implementation(packed_attention.NAME)
+        expected = own[:, 2:4].gather(2, ids[:, 3:, None]).flatten().cpu().numpy()
+        if not np.allclose(packed, expected, rtol=1e-3, atol=1e-3):
+            raise ConfigError(
+                f"{type(self._model).__name__} cannot be trained packed: it scores "
+                f"{packed.tolist()} packed and {expected.tolist()} alone"
+            )
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self._device)

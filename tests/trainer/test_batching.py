@@ -1,0 +1,144 @@
+"""Packing loses nothing, computes nothing twice, and does not depend on chance."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_cases import group, random_groups, trajectory
+
+from leeway.errors import ConfigError, DataError
+from leeway.trajectory import Group, Sampling
+from trainer_service.batching import ROOT, PackedBatch, StepPlan, pack
+
+
+def packed(groups: list[Group], budget: int, *, zero: frozenset[int] = frozenset()) -> StepPlan:
+    count = sum(len(g.trajectories) for g in groups)
+    advantages = np.array([0.0 if i in zero else 1.0 + i for i in range(count)])
+    return pack(groups, advantages, 1.0 / (1.0 + np.arange(count)), budget)
+
+
+def context(batch: PackedBatch, row: int) -> list[int]:
+    """The tokens that the hidden state at `row` has seen, the root first."""
+    index = next(i for i, s in enumerate(batch.segments) if s.start <= row < s.start + s.length)
+    segment = batch.segments[index]
+    seen = batch.token_ids[segment.start : row + 1].tolist()
+    while segment.parent != ROOT:
+        segment = batch.segments[segment.parent]
+        seen = batch.token_ids[segment.start : segment.start + segment.length].tolist() + seen
+    return [int(token) for token in seen]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(1, 5),
+    budget=st.integers(1, 80),
+    zero=st.frozensets(st.integers(0, 10)),
+)
+def test_every_trained_token_is_packed_once_behind_its_own_context(
+    seed: int, size: int, budget: int, zero: frozenset[int]
+) -> None:
+    groups = random_groups(seed, groups=3, size=size)
+    plan = packed(groups, budget, zero=zero)
+    trajectories = [t for g in groups for t in g.trajectories]
+    found: dict[int, list[tuple[int, float, int]]] = {}
+    for batch in plan.microbatches:
+        for n in range(batch.rows.size):
+            sequence = int(batch.sequences[n])
+            own = trajectories[sequence]
+            before = context(batch, int(batch.rows[n]))
+            assert before == own.token_ids[: len(before)].tolist()
+            assert batch.positions[batch.rows[n]] == len(before) - 1
+            assert batch.advantages[n] == np.float32(1.0 + sequence)
+            assert batch.weights[n] == np.float32(1.0 / (1.0 + sequence))
+            assert batch.temperatures[n] == 1.0
+            found.setdefault(sequence, []).append(
+                (len(before), float(batch.behaviour[n]), int(batch.versions[n]))
+            )
+            assert batch.targets[n] == own.token_ids[len(before)]
+    for sequence, own in enumerate(trajectories):
+        trained = np.flatnonzero(own.loss_mask)
+        expected = [
+            (own.prompt_length + int(i), float(own.logprobs[i]), int(own.token_versions()[i]))
+            for i in trained
+        ]
+        assert found.get(sequence, []) == ([] if sequence in zero else expected)
+    assert plan.trained_tokens == sum(t.trained_tokens for t in trajectories)
+    assert plan.trajectories == len(trajectories)
+    assert plan.packed_tokens == sum(b.token_ids.size for b in plan.microbatches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 80))
+def test_segments_tile_the_batch_within_the_budget(seed: int, budget: int) -> None:
+    for batch in packed(random_groups(seed), budget).microbatches:
+        ends = np.cumsum([s.length for s in batch.segments])
+        assert [s.start for s in batch.segments] == [0, *ends[:-1]]
+        assert ends[-1] == batch.token_ids.size == batch.positions.size
+        assert all(s.length > 0 and s.parent < i for i, s in enumerate(batch.segments))
+        alone = np.unique(batch.sequences).size == 1
+        assert batch.token_ids.size <= budget or alone
+
+
+def test_the_same_groups_give_the_same_batches() -> None:
+    first, second = (packed(random_groups(7), 40).microbatches for _ in range(2))
+    assert len(first) == len(second) > 1
+    for one, other in zip(first, second, strict=True):
+        for name in (f.name for f in fields(PackedBatch)):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_a_shared_prompt_is_computed_once_and_nothing_behind_the_last_trained_token() -> None:
+    one = trajectory([1, 2, 3], [4, 5, 6], index=0)
+    other = trajectory([1, 2, 3], [7, 8, 9, 10], index=1, mask=[True, True, False, False])
+    (batch,) = packed([group([one, other])], 100).microbatches
+    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 7]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3]
+    assert batch.rows.tolist() == [2, 3, 4, 2, 5]
+    assert batch.targets.tolist() == [4, 5, 6, 7, 8]
+
+
+def test_an_answer_of_one_token_adds_no_token() -> None:
+    members = [trajectory([1, 2], [token], index=i) for i, token in enumerate((3, 4))]
+    (batch,) = packed([group(members)], 100).microbatches
+    assert batch.token_ids.tolist() == [1, 2]
+    assert batch.rows.tolist() == [1, 1]
+
+
+def test_different_prompts_in_a_group_are_not_shared() -> None:
+    members = [trajectory([1, 2], [3], index=0), trajectory([1, 9], [3], index=1)]
+    (batch,) = packed([group(members)], 100).microbatches
+    assert batch.token_ids.tolist() == [1, 2, 1, 9]
+
+
+def test_trajectories_that_cannot_move_the_weights_are_counted_but_not_computed() -> None:
+    members = [
+        trajectory([1, 2], [3, 4], index=0),
+        trajectory([1, 2], [5, 6], index=1, mask=[False, False]),
+        trajectory([1, 2], [7, 8], index=2),
+    ]
+    plan = packed([group(members)], 100, zero=frozenset({2}))
+    assert (plan.trajectories, plan.packed_trajectories, plan.trained_tokens) == (2, 1, 4)
+    assert [b.sequences.tolist() for b in plan.microbatches] == [[0, 0]]
+    assert packed([group(members)], 100, zero=frozenset({0, 1, 2})).microbatches == ()
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(top_p=0.9), Sampling(top_k=50)]
+)
+def test_sampling_that_the_trainer_cannot_follow_is_refused(sampling: Sampling) -> None:
+    members = [trajectory([1], [2], index=i, sampling=sampling) for i in range(2)]
+    with pytest.raises(ConfigError, match=r"sampling\.(temperature|top_p)"):
+        packed([group(members)], 100)
+
+
+def test_arrays_must_list_the_trajectories() -> None:
+    groups = [group([trajectory([1], [2])])]
+    with pytest.raises(DataError, match="advantages"):
+        pack(groups, np.ones(2), np.ones(1), 10)
+    with pytest.raises(DataError, match="weights"):
+        pack(groups, np.ones(1), np.array([np.nan]), 10)
