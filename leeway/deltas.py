@@ -407,6 +407,9 @@ def _decode_sparse(
     members: Sequence[Record], region: memoryview
 ) -> Iterator[tuple[Record, Change]]:
     first = members[0]
+    for record in members:
+        if not 0 <= record.changed <= record.elements:
+            raise WireError(f"{record.name}: {record.changed} of {record.elements} changed")
     dtype = _WORDS[numpy_dtype(first.dtype).itemsize]
     count = sum(record.changed for record in members)
     elements = sum(record.elements for record in members)

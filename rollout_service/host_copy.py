@@ -7,44 +7,15 @@ reads from it outside `Engine.swap`, so that it generates on whatever happens he
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from leeway import deltas
 from leeway.deltas import Encoding, Record, Tensor
-from leeway.errors import ConfigError, WireError
+from leeway.errors import WireError
 from leeway.manifests import Manifest
-
-
-def load_weights(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a Hugging Face directory's safetensors files, bfloat16 as uint16, writable.
-
-    Raises:
-        ConfigError: there are none, or they cannot be read.
-    """
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{directory}: holds no *.safetensors files")
-    tensors: dict[str, Tensor] = {}
-    try:
-        for file in files:
-            data = np.fromfile(file, dtype=np.uint8)
-            start = 8 + int(data[:8].view("<u8")[0])
-            header: dict[str, Any] = json.loads(data[8:start].tobytes())
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                begin, end = (start + offset for offset in entry["data_offsets"])
-                dtype = deltas.numpy_dtype(entry["dtype"])
-                tensors[name] = data[begin:end].view(dtype).reshape(entry["shape"])
-    except (OSError, ValueError, KeyError, WireError) as error:
-        raise ConfigError(f"{directory}: not readable as safetensors: {error}") from error
-    return tensors
 
 
 class HostCopy:
@@ -103,9 +74,9 @@ class HostCopy:
         self._hold(tensors, {r.name: r.digest for r in manifest.records}, manifest.digest)
 
     def _stage_delta(self, manifest: Manifest, payload: npt.NDArray[np.uint8]) -> None:
-        changes = list(deltas.unpack(manifest.records, payload.data))
         for record in manifest.records:
             self._check_base(record)
+        changes = list(deltas.unpack(manifest.records, payload.data))
         held = self._tensors
         self.digest, self._tensors = "", {}
         for record, change in changes:

@@ -348,5 +348,5 @@ class PolicyReceiver:
                 what="report on weights",
                 deadline_seconds=_REPORT_SECONDS,
             )
-        except InfrastructureError as error:
+        except LeewayError as error:
             log.warning("a report was not heard", cause=str(error))
