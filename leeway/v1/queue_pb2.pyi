@@ -116,13 +116,19 @@ class ExtendResponse(_message.Message):
     lost: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, lost: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class PushRequest(_message.Message):
+class PushedTrajectory(_message.Message):
     __slots__ = ("lease_id", "trajectory")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
-    trajectory: _trajectory_pb2.Trajectory
-    def __init__(self, lease_id: _Optional[str] = ..., trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ...) -> None: ...
+    trajectory: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., trajectory: _Optional[bytes] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("trajectories",)
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    trajectories: _containers.RepeatedCompositeFieldContainer[PushedTrajectory]
+    def __init__(self, trajectories: _Optional[_Iterable[_Union[PushedTrajectory, _Mapping]]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("trajectory_id", "field", "message")
@@ -175,7 +181,7 @@ class FailResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LeaseBatchRequest(_message.Message):
-    __slots__ = ("trainer_id", "incarnation", "version", "groups", "purpose", "wait_seconds", "task_ids")
+    __slots__ = ("trainer_id", "incarnation", "version", "groups", "purpose", "wait_seconds", "task_ids", "received")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +189,7 @@ class LeaseBatchRequest(_message.Message):
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     incarnation: int
     version: int
@@ -190,19 +197,22 @@ class LeaseBatchRequest(_message.Message):
     purpose: _trajectory_pb2.Purpose
     wait_seconds: float
     task_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., groups: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., wait_seconds: _Optional[float] = ..., task_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    received: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., groups: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., wait_seconds: _Optional[float] = ..., task_ids: _Optional[_Iterable[str]] = ..., received: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LeasedGroup(_message.Message):
-    __slots__ = ("group", "staleness", "staleness_in_flight", "mask_below_version")
-    GROUP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("task", "trajectories", "staleness", "staleness_in_flight", "mask_below_version")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     MASK_BELOW_VERSION_FIELD_NUMBER: _ClassVar[int]
-    group: _trajectory_pb2.Group
+    task: bytes
+    trajectories: _containers.RepeatedScalarFieldContainer[bytes]
     staleness: int
     staleness_in_flight: int
     mask_below_version: int
-    def __init__(self, group: _Optional[_Union[_trajectory_pb2.Group, _Mapping]] = ..., staleness: _Optional[int] = ..., staleness_in_flight: _Optional[int] = ..., mask_below_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, task: _Optional[bytes] = ..., trajectories: _Optional[_Iterable[bytes]] = ..., staleness: _Optional[int] = ..., staleness_in_flight: _Optional[int] = ..., mask_below_version: _Optional[int] = ...) -> None: ...
 
 class Untrained(_message.Message):
     __slots__ = ("groups", "trajectories", "score_sum")
@@ -215,16 +225,18 @@ class Untrained(_message.Message):
     def __init__(self, groups: _Optional[int] = ..., trajectories: _Optional[int] = ..., score_sum: _Optional[float] = ...) -> None: ...
 
 class LeaseBatchResponse(_message.Message):
-    __slots__ = ("batch_id", "leased", "waiting_for", "untrained")
+    __slots__ = ("batch_id", "leased", "waiting_for", "untrained", "budget")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     UNTRAINED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
     leased: LeasedGroup
     waiting_for: str
     untrained: Untrained
-    def __init__(self, batch_id: _Optional[str] = ..., leased: _Optional[_Union[LeasedGroup, _Mapping]] = ..., waiting_for: _Optional[str] = ..., untrained: _Optional[_Union[Untrained, _Mapping]] = ...) -> None: ...
+    budget: int
+    def __init__(self, batch_id: _Optional[str] = ..., leased: _Optional[_Union[LeasedGroup, _Mapping]] = ..., waiting_for: _Optional[str] = ..., untrained: _Optional[_Union[Untrained, _Mapping]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("trainer_id", "incarnation", "batch_id", "version", "tokens_trained", "tokens_masked")
@@ -315,7 +327,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("run_id", "version", "incarnation", "budget", "batch_groups", "groups", "enqueued", "counters", "payload_bytes", "nodes", "trainer_waiting_for", "trainer_waiting_seconds", "oldest_queued_seconds", "paused", "draining")
+    __slots__ = ("run_id", "version", "incarnation", "budget", "batch_groups", "groups", "enqueued", "counters", "payload_bytes", "nodes", "trainer_waiting_for", "trainer_waiting_seconds", "oldest_queued_seconds", "paused", "draining", "eval_groups")
     class GroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -324,6 +336,13 @@ class StatusResponse(_message.Message):
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EvalGroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +364,7 @@ class StatusResponse(_message.Message):
     OLDEST_QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EVAL_GROUPS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     incarnation: int
@@ -360,7 +380,8 @@ class StatusResponse(_message.Message):
     oldest_queued_seconds: float
     paused: bool
     draining: bool
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., incarnation: _Optional[int] = ..., budget: _Optional[int] = ..., batch_groups: _Optional[int] = ..., groups: _Optional[_Mapping[str, int]] = ..., enqueued: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., payload_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., trainer_waiting_for: _Optional[str] = ..., trainer_waiting_seconds: _Optional[float] = ..., oldest_queued_seconds: _Optional[float] = ..., paused: _Optional[bool] = ..., draining: _Optional[bool] = ...) -> None: ...
+    eval_groups: _containers.ScalarMap[str, int]
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., incarnation: _Optional[int] = ..., budget: _Optional[int] = ..., batch_groups: _Optional[int] = ..., groups: _Optional[_Mapping[str, int]] = ..., enqueued: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., payload_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., trainer_waiting_for: _Optional[str] = ..., trainer_waiting_seconds: _Optional[float] = ..., oldest_queued_seconds: _Optional[float] = ..., paused: _Optional[bool] = ..., draining: _Optional[bool] = ..., eval_groups: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SetBudgetRequest(_message.Message):
     __slots__ = ("budget", "actor")

@@ -53,7 +53,7 @@ class TrajectoryQueueStub:
                 request_serializer=leeway_dot_v1_dot_queue__pb2.ExtendRequest.SerializeToString,
                 response_deserializer=leeway_dot_v1_dot_queue__pb2.ExtendResponse.FromString,
                 _registered_method=True)
-        self.Push = channel.stream_unary(
+        self.Push = channel.unary_unary(
                 '/leeway.v1.TrajectoryQueue/Push',
                 request_serializer=leeway_dot_v1_dot_queue__pb2.PushRequest.SerializeToString,
                 response_deserializer=leeway_dot_v1_dot_queue__pb2.PushResponse.FromString,
@@ -157,7 +157,7 @@ class TrajectoryQueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Push(self, request_iterator, context):
+    def Push(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,7 +267,7 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     request_deserializer=leeway_dot_v1_dot_queue__pb2.ExtendRequest.FromString,
                     response_serializer=leeway_dot_v1_dot_queue__pb2.ExtendResponse.SerializeToString,
             ),
-            'Push': grpc.stream_unary_rpc_method_handler(
+            'Push': grpc.unary_unary_rpc_method_handler(
                     servicer.Push,
                     request_deserializer=leeway_dot_v1_dot_queue__pb2.PushRequest.FromString,
                     response_serializer=leeway_dot_v1_dot_queue__pb2.PushResponse.SerializeToString,
@@ -439,7 +439,7 @@ class TrajectoryQueue:
             _registered_method=True)
 
     @staticmethod
-    def Push(request_iterator,
+    def Push(request,
             target,
             options=(),
             channel_credentials=None,
@@ -449,8 +449,8 @@ class TrajectoryQueue:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
+        return grpc.experimental.unary_unary(
+            request,
             target,
             '/leeway.v1.TrajectoryQueue/Push',
             leeway_dot_v1_dot_queue__pb2.PushRequest.SerializeToString,

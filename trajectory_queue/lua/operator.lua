@@ -1,0 +1,129 @@
+-- Settings, status and what operators do.
+
+local function states(lane)
+  local counts, total = {}, 0
+  for _, state in ipairs(STATES) do
+    counts[state] = number_in(lane, state)
+    total = total + counts[state]
+  end
+  return counts, total
+end
+
+local function reasons_of(id)
+  return cjson.decode(call('HGET', P .. 'group:' .. id, 'reasons') or '[]')
+end
+
+local function nodes()
+  local leases = {}
+  for _, id in ipairs(call('ZRANGE', P .. 'running', 0, -1)) do
+    local node = call('HGET', P .. 'group:' .. id, 'node')
+    leases[node] = (leases[node] or 0) + 1
+  end
+  local reports, flat = {}, call('HGETALL', P .. 'nodes')
+  for i = 1, #flat, 2 do
+    local name, node = flat[i], cjson.decode(flat[i + 1])
+    local wait = cjson.decode(call('HGET', P .. 'node_waits', name) or '{}')
+    reports[#reports + 1] = {
+      node_id = name, version = node.version, leases = leases[name] or 0,
+      waiting_for = wait.waiting_for or '', waiting_ms = wait.waiting_ms or 0,
+      seen_ms_ago = now - node.seen,
+    }
+  end
+  table.sort(reports, function(a, b) return a.node_id < b.node_id end)
+  return reports
+end
+
+local function trainer_wait()
+  local since, has, wants = now, 0, 0
+  for _, name in ipairs(call('SMEMBERS', P .. 'batches')) do
+    local batch = call('HMGET', P .. 'batch:' .. name, 'since', 'wanted')
+    if batch[1] and tonumber(batch[1]) <= since then
+      since, wants = tonumber(batch[1]), tonumber(batch[2])
+      has = call('LLEN', P .. 'batch_tasks:' .. name)
+    end
+  end
+  return now - since, has, wants
+end
+
+return reply({
+  Configure = function()
+    local settings = cjson.encode(args.settings)
+    if not L.settings or S.budget ~= args.settings.budget then
+      set('budget', args.settings.budget)
+      wake.tasks = true
+    end
+    if settings ~= L.settings then set('settings', settings) end
+    if call('EXISTS', STREAM) == 0 then
+      call('XGROUP', 'CREATE', STREAM, READERS, '0', 'MKSTREAM')
+    end
+    return {}
+  end,
+
+  Status = function()
+    local groups, enqueued = states('train')
+    local counters, flat = {}, call('HGETALL', P .. 'counters')
+    for i = 1, #flat, 2 do counters[flat[i]] = tonumber(flat[i + 1]) end
+    local waiting_ms, has, wants = trainer_wait()
+    local first = call('ZRANGE', P .. 'queued:train', 0, 0)[1]
+    return {
+      run_id = S.run_id, version = L.version, incarnation = L.incarnation, budget = L.budget,
+      batch_groups = S.batch_groups, groups = groups, enqueued = enqueued,
+      eval_groups = (states('eval')), counters = counters, payload_bytes = L.bytes,
+      nodes = nodes(), trainer_waiting_ms = waiting_ms, trainer_has = has, trainer_wants = wants,
+      oldest_queued_ms = first and now - group(first).queued_at or 0,
+      paused = L.paused == 1, draining = L.draining == 1,
+    }
+  end,
+
+  SetBudget = function()
+    local previous = L.budget
+    set('budget', args.budget)
+    audit(args.actor, 'budget ' .. previous .. ' -> ' .. args.budget)
+    wake.tasks = true
+    return {previous = previous}
+  end,
+
+  Pause = function()
+    set('paused', args.paused and 1 or 0)
+    audit(args.actor, args.paused and 'pause' or 'resume')
+    wake.tasks = true
+    return {}
+  end,
+
+  Drain = function()
+    set('draining', 1)
+    audit(args.actor, 'drain')
+    wake.tasks = true
+    return {}
+  end,
+
+  Inspect = function()
+    local id = call('HGET', P .. 'task_of', args.id) or args.id
+    local g = group(id)
+    if not g then return {task_id = ''} end
+    return {task_id = id, state = g.state, attempts = g.attempts, reasons = reasons_of(id)}
+  end,
+
+  ListDead = function()
+    local tasks = {}
+    local ids = args.limit > 0 and call('ZRANGE', P .. 'dead', 0, args.limit - 1) or {}
+    for i, id in ipairs(ids) do tasks[i] = {task_id = id, reasons = reasons_of(id)} end
+    return {tasks = tasks}
+  end,
+
+  Requeue = function()
+    local wanted, number = {}, 0
+    for _, id in ipairs(args.task_ids) do wanted[id] = true end
+    for _, id in ipairs(call('ZRANGE', P .. 'dead', 0, -1)) do
+      if #args.task_ids == 0 or wanted[id] then
+        local g = group(id)
+        g.failures = 0
+        save(g, 'failures')
+        move(g, 'waiting')
+        number = number + 1
+      end
+    end
+    if number > 0 then audit(args.actor, 'requeue ' .. number) end
+    return {count = number}
+  end,
+})

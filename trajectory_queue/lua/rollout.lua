@@ -1,0 +1,328 @@
+-- Producers and rollout nodes.
+
+local function see(node_id, version)
+  call('HSET', P .. 'nodes', node_id, cjson.encode({version = version, seen = now}))
+end
+
+local function end_lease(g)
+  call('HDEL', P .. 'leases', g.lease)
+  g.lease = ''
+  save(g, 'lease')
+end
+
+-- The group has all the samples it will get: the trainer may have it, if it can learn from it.
+local function finish(g)
+  end_lease(g)
+  if S.filter_equal_scores and g.lane == 'train' and g.samples > 1 and g.mixed == 0 then
+    end_untrained(g, 'filtered')
+    return
+  end
+  add_bytes(-g.partial_bytes)
+  call('DEL', P .. 'partials:' .. g.id)
+  g.partial_bytes, g.queued_at = 0, now
+  save(g, 'partial_bytes', 'queued_at')
+  move(g, 'queued')
+end
+
+local function fail_attempt(g, failure, message)
+  count('failed_' .. failure)
+  end_lease(g)
+  g.failures = g.failures + 1
+  local reasons = cjson.decode(call('HGET', P .. 'group:' .. g.id, 'reasons') or '[]')
+  reasons[#reasons + 1] = failure .. ': ' .. message
+  if #reasons > REASONS_KEPT then table.remove(reasons, 1) end
+  call('HSET', P .. 'group:' .. g.id, 'failures', g.failures, 'reasons', cjson.encode(reasons))
+  if failure ~= 'data' and g.failures < S.max_attempts then
+    move(g, 'waiting')
+  elseif S.min_group and g.samples >= S.min_group then
+    count('short_groups')
+    finish(g)
+  else
+    drop_payloads(g)
+    move(g, 'dead')
+  end
+end
+
+local function held(lease_id, node_id)
+  local id = call('HGET', P .. 'leases', lease_id)
+  local g = id and group(id)
+  return g and g.node == node_id and g or nil
+end
+
+local function expire()
+  local late = call('ZRANGEBYSCORE', P .. 'running', '-inf', now)
+  for _, id in ipairs(late) do
+    local g = group(id)
+    count('expired')
+    fail_attempt(g, 'infrastructure', 'node ' .. g.node .. ' fell silent; lease expired')
+  end
+  return #late
+end
+
+local function admission()
+  if L.paused == 1 then return 'paused' end
+  if L.draining == 1 then return 'draining' end
+  if L.bytes >= S.max_bytes and outstanding() >= S.batch_groups then return 'full' end
+  return ''
+end
+
+local function lease(g, node_id, lease_id)
+  g.lease, g.node = lease_id, node_id
+  g.attempts, g.expires = g.attempts + 1, now + S.lease_ms
+  save(g, 'lease', 'node', 'attempts', 'expires')
+  move(g, 'running')
+  call('HSET', P .. 'leases', lease_id, g.id)
+  return g
+end
+
+local function leased(groups, wait, needed)
+  local leases = {}
+  for i, g in ipairs(groups) do
+    local done, partials = {}, {}
+    for j, slot in ipairs(slots_of(g)) do done[j] = slot.index end
+    if g.partial_bytes > 0 then
+      local indices = call('HKEYS', P .. 'partials:' .. g.id)
+      table.sort(indices, function(a, b) return tonumber(a) < tonumber(b) end)
+      for j, index in ipairs(indices) do
+        partials[j] = out(call('HGET', P .. 'partials:' .. g.id, index))
+      end
+    end
+    leases[i] = {
+      lease_id = g.lease, attempt = g.attempts, ttl_ms = g.expires - now,
+      task = out(call('HGET', P .. 'group:' .. g.id, 'task')), done = done, partials = partials,
+    }
+  end
+  if #leases > 0 then wait, needed = '', nil elseif wait == '' then wait = 'no_task' end
+  local running = number_in('train', 'running') + number_in('eval', 'running')
+  return {
+    leases = leases, wait = wait, needs_version = needed,
+    run_finished = L.draining == 1 and running == 0,
+    outstanding = outstanding(), capacity = capacity(), payload_bytes = L.bytes,
+  }
+end
+
+local function fault(entry, g)
+  local function refused(field, given, expected)
+    return {trajectory_id = entry.trajectory_id, field = field, given = tostring(given),
+      expected = expected}
+  end
+  if call('SISMEMBER', P .. 'known', entry.task_id) == 0 then
+    return refused('task_id', entry.task_id, 'not a task of this run; push what was leased')
+  end
+  local leased_task = call('HGET', P .. 'leases', entry.lease_id) or entry.task_id
+  if leased_task ~= entry.task_id then
+    return refused('task_id', entry.task_id, 'the lease is for task ' .. leased_task)
+  end
+  if entry.newest and entry.newest > L.published then
+    return refused('versions', entry.newest, 'the newest published version is ' .. L.published)
+  end
+  if not g then return nil end
+  if entry.index >= g.size then
+    return refused('index', entry.index, 'the group has ' .. g.size .. ' samples')
+  end
+  if entry.sampling ~= g.sampling then
+    return refused('sampling', entry.sampling, 'the task asks for ' .. g.sampling)
+  end
+end
+
+local function refuse(lease_id, refused)
+  count('refused')
+  count('refused_' .. refused.field)
+  local id = call('HGET', P .. 'leases', lease_id)
+  if id then
+    fail_attempt(group(id), 'infrastructure',
+      'refused: ' .. refused.field .. ' = ' .. refused.given .. ': ' .. refused.expected)
+  end
+end
+
+local function drop_partial(g, index)
+  local size = g.partial_bytes > 0 and call('HSTRLEN', P .. 'partials:' .. g.id, index) or 0
+  if size > 0 then
+    call('HDEL', P .. 'partials:' .. g.id, index)
+    g.partial_bytes = g.partial_bytes - size
+    add_bytes(-size)
+  end
+end
+
+local function accept(g, entry)
+  local payload = blob(entry.payload)
+  local stream_id = call('XADD', STREAM, '*', 'b', payload)
+  call('HSET', P .. 'slots:' .. g.id, entry.index, stream_id .. ' ' .. entry.trajectory_id)
+  call('HSET', P .. 'task_of', entry.trajectory_id, g.id)
+  add_bytes(#payload)
+  drop_partial(g, entry.index)
+  count('trajectories')
+  count('tokens', entry.tokens)
+  if g.samples == 0 then g.first_score = entry.score end
+  if entry.score ~= g.first_score then g.mixed = 1 end
+  g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + entry.tokens, g.bytes + #payload
+  g.score_sum = g.score_sum + entry.score
+  if entry.oldest then
+    g.oldest = math.min(g.oldest or entry.oldest, entry.oldest)
+    g.newest = math.max(g.newest or entry.newest, entry.newest)
+  end
+  save(g, 'samples', 'tokens', 'bytes', 'partial_bytes', 'score_sum', 'first_score', 'mixed',
+    'oldest', 'newest')
+  if g.samples == g.size
+    and (g.state == 'running' or g.lane == 'eval' or outstanding() < capacity()) then
+    finish(g)
+  end
+end
+
+return reply({
+  Enqueue = function()
+    if args.incarnation ~= 0 then fence(args.incarnation) end
+    tick()
+    local accepted = 0
+    for _, task in ipairs(args.tasks) do
+      if call('SADD', P .. 'known', task.task_id) == 1 then
+        accepted = accepted + 1
+        call('HSET', P .. 'group:' .. task.task_id, 'state', 'waiting', 'lane', task.lane,
+          'sequence', task.sequence, 'size', task.size, 'sampling', task.sampling,
+          'min_version', task.min_version, 'task', blob(task.payload))
+        call('ZADD', P .. 'waiting:' .. task.lane, task.sequence, task.task_id)
+        call('HINCRBY', P .. 'counts', task.lane .. '.waiting', 1)
+        wake.tasks = true
+      end
+    end
+    return {accepted = accepted, duplicates = #args.tasks - accepted}
+  end,
+
+  LeaseTasks = function()
+    tick()
+    expire()
+    see(args.node_id, args.version)
+    local groups = {}
+    for n = 0, args.max_groups - 1 do
+      local id = call('HGET', P .. 'leases', args.request_id .. '/' .. n)
+      if id then groups[#groups + 1] = group(id) end
+    end
+    if #groups > 0 then return leased(groups, '') end
+    local wait, needed = admission(), nil
+    if wait ~= '' then return leased({}, wait) end
+    local function take(g)
+      groups[#groups + 1] = lease(g, args.node_id, args.request_id .. '/' .. #groups)
+    end
+    while #groups < args.max_groups do
+      local id = call('ZRANGE', P .. 'waiting:eval', 0, 0)[1]
+      local g = id and group(id)
+      if not g then break end
+      if args.version < g.min_version then
+        needed = g.min_version
+        break
+      end
+      take(g)
+    end
+    while #groups < args.max_groups do
+      local id = call('ZRANGE', P .. 'waiting:train', 0, 0)[1]
+      if not id then break end
+      local g, ahead = group(id), outstanding()
+      local required = math.max(g.min_version,
+        L.version + math.floor(ahead / S.batch_groups) - L.budget)
+      if ahead >= capacity() then
+        wait = 'budget'
+        break
+      elseif g.samples == g.size then
+        finish(g)
+      elseif args.version < required then
+        needed = math.min(needed or required, required)
+        break
+      else
+        take(g)
+      end
+    end
+    return leased(groups, needed and 'version' or wait, needed)
+  end,
+
+  Extend = function()
+    tick()
+    see(args.node_id, args.version)
+    call('HSET', P .. 'node_waits', args.node_id,
+      cjson.encode({waiting_for = args.waiting_for, waiting_ms = args.waiting_ms}))
+    local lost = {}
+    for _, lease_id in ipairs(args.lease_ids) do
+      local g = held(lease_id, args.node_id)
+      if g then
+        g.expires = now + S.lease_ms
+        save(g, 'expires')
+        call('ZADD', P .. 'running', g.expires, g.id)
+      else
+        lost[#lost + 1] = lease_id
+      end
+    end
+    return {lost = lost}
+  end,
+
+  Push = function()
+    local size = 0
+    for _, entry in ipairs(args.entries) do size = size + #blob(entry.payload) end
+    if L.bytes + size > S.max_bytes and trainable() >= S.batch_groups then return {full = true} end
+    for _, entry in ipairs(args.patient and args.entries or {}) do
+      if (entry.newest or 0) > L.published then return {ahead = true} end
+    end
+    tick()
+    local accepted, duplicates, refusals = {}, {}, {}
+    for _, entry in ipairs(args.entries) do
+      local g = group(entry.task_id)
+      local wrong = fault(entry, g)
+      if wrong then
+        refusals[#refusals + 1] = wrong
+        refuse(entry.lease_id, wrong)
+      elseif not g or (g.state ~= 'waiting' and g.state ~= 'running')
+        or call('HEXISTS', P .. 'slots:' .. g.id, entry.index) == 1 then
+        duplicates[#duplicates + 1] = entry.trajectory_id
+        count('duplicates')
+      else
+        accepted[#accepted + 1] = entry.trajectory_id
+        accept(g, entry)
+      end
+    end
+    for _, door in ipairs(args.at_the_door) do
+      refusals[#refusals + 1] = door.refused
+      refuse(door.lease_id, door.refused)
+    end
+    return {accepted = accepted, duplicates = duplicates, refused = refusals}
+  end,
+
+  GiveBack = function()
+    local g = held(args.lease_id, args.node_id)
+    if not g then return {} end
+    tick()
+    count('given_back')
+    for _, partial in ipairs(args.partials) do
+      if partial.index < g.size
+        and call('HEXISTS', P .. 'slots:' .. g.id, partial.index) == 0 then
+        drop_partial(g, partial.index)
+        local payload = blob(partial.payload)
+        call('HSET', P .. 'partials:' .. g.id, partial.index, payload)
+        g.partial_bytes = g.partial_bytes + #payload
+        add_bytes(#payload)
+      end
+    end
+    save(g, 'partial_bytes')
+    end_lease(g)
+    move(g, 'waiting')
+    return {}
+  end,
+
+  Fail = function()
+    local g = held(args.lease_id, args.node_id)
+    if g then
+      tick()
+      fail_attempt(g, args.failure, args.message)
+    end
+    return {}
+  end,
+
+  Expire = function()
+    tick()
+    local nodes = call('HGETALL', P .. 'nodes')
+    for i = 1, #nodes, 2 do
+      if cjson.decode(nodes[i + 1]).seen < now - NODE_MS then
+        call('HDEL', P .. 'nodes', nodes[i])
+        call('HDEL', P .. 'node_waits', nodes[i])
+      end
+    end
+    return {count = expire()}
+  end,
+})

@@ -1,0 +1,59 @@
+"""Builds the queue service out of a configuration: what `leeway queue serve` runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from leeway import rpc
+from leeway.config import Config
+from leeway.v1 import queue_pb2, queue_pb2_grpc
+from trajectory_queue.commands import Settings
+from trajectory_queue.embedded import redis_server
+from trajectory_queue.service import QueueService
+from trajectory_queue.store import open_store
+
+log = structlog.get_logger(__name__)
+
+_NAME = queue_pb2.DESCRIPTOR.services_by_name["TrajectoryQueue"].full_name
+
+
+async def serve(
+    config: Config,
+    *,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serves the run's queue until `stop` is set. Call it from the main thread.
+
+    Args:
+        on_ready: Called with the address once the service answers.
+
+    Raises:
+        ConfigError: the address cannot be bound, or Redis could lose or evict data.
+        InfrastructureError: Redis did not answer.
+    """
+    settings = Settings.from_config(config)
+    with redis_server(config, config.run.path / "redis") as url:
+        async with open_store(url, settings) as store:
+            service = QueueService(store, settings)
+
+            async def setup(server: rpc.Server) -> None:
+                await server.add(
+                    queue_pb2_grpc.add_TrajectoryQueueServicer_to_server, service, _NAME
+                )
+
+            async with rpc.serve(
+                config.queue.address,
+                config.security,
+                setup,
+                max_message_bytes=config.queue.max_message_bytes,
+            ) as server:
+                log.info("queue is serving", address=server.address)
+                on_ready(server.address)
+                async with asyncio.TaskGroup() as tasks:
+                    expiring = tasks.create_task(service.expire_leases())
+                    await stop.wait()
+                    expiring.cancel()

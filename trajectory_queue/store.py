@@ -1,0 +1,195 @@
+"""The ledger in Redis (or Valkey): commands as atomic Lua scripts, and what the server must offer.
+
+All keys of a run share the hash tag `{run}`, so that Redis Cluster keeps them together and
+spreads runs. Scripts go by EVALSHA. Several services may share one store: whatever one of them
+changes wakes the waiters of all, the own at once and the others' within `_POLL_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib import resources
+from typing import Any, TypeVar
+
+import redis.asyncio as redis
+import structlog
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+
+from leeway.errors import ConfigError, DataError, FencedError, InfrastructureError
+from trajectory_queue import codec
+from trajectory_queue import commands as c
+from trajectory_queue.commands import Command
+from trajectory_queue.signals import Signals
+
+log = structlog.get_logger(__name__)
+
+R = TypeVar("R")
+
+_ROLLOUT = (c.Enqueue, c.LeaseTasks, c.Extend, c.Push, c.GiveBack, c.Fail, c.Expire)
+_TRAINER = (c.LeaseBatch, c.Fetch, c.Commit, c.Release, c.Checkpointed, c.Resume)
+_SCRIPT_OF: dict[type[Command[Any]], str] = {
+    **dict.fromkeys(_ROLLOUT, "rollout"),
+    **dict.fromkeys(_TRAINER, "trainer"),
+}
+
+# Since 7.0 XAUTOCLAIM skips deleted entries by itself.
+_OLDEST_SERVER = (7, 0)
+_CALL_SECONDS = 5.0
+# How soon a waiter learns what another service changed.
+_POLL_SECONDS = 0.1
+
+
+class StoreFullError(InfrastructureError):
+    """The server's memory is used up; it takes reads and deletions only."""
+
+
+class RedisStore:
+    """A `commands.Store` on a Redis or Valkey server; see `open_store`."""
+
+    def __init__(
+        self, client: redis.Redis, run_id: str, clock: Callable[[], int] | None = None
+    ) -> None:
+        self._client = client
+        self._prefix = f"leeway:{{{run_id}}}:"
+        self._clock = clock
+        self._scripts = {name: _source(name) for name in ("rollout", "trainer", "operator")}
+        self._shas: dict[str, str] = {}
+        self.signals = Signals()
+
+    async def apply(self, command: Command[R]) -> R:
+        name = _SCRIPT_OF.get(type(command), "operator")
+        arguments, blobs = codec.encode(command)
+        now = str(self._clock()) if self._clock is not None else ""
+        reply = await self._evaluate(name, [type(command).__name__, now, arguments, *blobs])
+        tree = json.loads(reply[0])
+        if "error" in tree:
+            kind = FencedError if tree["error"] == "fenced" else DataError
+            raise kind(tree["message"])
+        for channel in tree["wake"]:
+            self.signals.set(channel)
+        return codec.decode(command, tree["ok"], reply[1:])
+
+    async def _evaluate(self, name: str, arguments: list[str | bytes]) -> Any:
+        try:
+            for _ in range(2):
+                if name not in self._shas:
+                    self._shas[name] = await self._client.script_load(self._scripts[name])
+                try:
+                    return await self._client.evalsha(self._shas[name], 1, self._prefix, *arguments)
+                except NoScriptError:  # The server restarted, or somebody flushed its scripts.
+                    del self._shas[name]
+            raise InfrastructureError("redis forgets scripts as soon as they are loaded")
+        except OutOfMemoryError as error:
+            raise StoreFullError(
+                f"redis is out of memory: {error}; raise its maxmemory or lower queue.max_bytes"
+            ) from error
+        except ResponseError as error:
+            if "OOM" in str(error):
+                raise StoreFullError(f"redis is out of memory: {error}") from error
+            raise
+        except (RedisError, OSError, TimeoutError) as error:
+            raise InfrastructureError(f"redis is away: {error}") from error
+
+    async def watch(self) -> None:
+        """Wakes this service's waiters when another service changed something. Runs for ever."""
+        seen: list[Any] = []
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            if not self.signals.anyone_waits:
+                continue
+            try:
+                epochs = await self._client.hmget(
+                    f"{self._prefix}meta", ["tasks_epoch", "groups_epoch"]
+                )
+            except (RedisError, OSError, TimeoutError):
+                continue  # Whoever applies a command says so.
+            if seen and epochs[0] != seen[0]:
+                self.signals.set("tasks")
+            if seen and epochs[1] != seen[1]:
+                self.signals.set("groups")
+            seen = epochs
+
+    async def verify(self) -> None:
+        """Raises `ConfigError` when the server could lose or evict what it is given."""
+        try:
+            facts = await self._client.info()
+            policy = (await self._client.config_get("maxmemory-policy"))["maxmemory-policy"]
+            append_only = (await self._client.config_get("appendonly"))["appendonly"]
+        except ResponseError as error:
+            # Managed servers forbid CONFIG; INFO says the same.
+            policy = facts.get("maxmemory_policy", "unknown")
+            append_only = "yes" if facts.get("aof_enabled") else "no"
+            log.info("redis does not show its configuration", reason=str(error))
+        version = facts.get("valkey_version") or facts["redis_version"]
+        if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST_SERVER:
+            raise ConfigError(f"redis {version} is too old: use 7.0 or newer, or Valkey")
+        if policy != "noeviction":
+            raise ConfigError(
+                f"redis maxmemory-policy = {policy}: it would throw trajectories away when full; "
+                "set `maxmemory-policy noeviction`"
+            )
+        if append_only != "yes":
+            raise ConfigError(
+                "redis appendonly = no: a restart would lose the queue; set `appendonly yes`"
+            )
+
+
+@asynccontextmanager
+async def open_store(
+    url: str, settings: c.Settings, patience: float = 30.0
+) -> AsyncIterator[RedisStore]:
+    """A verified, configured store on the server at `url`.
+
+    Raises:
+        ConfigError: the server evicts, does not persist, or is too old.
+        InfrastructureError: it did not answer within `patience` seconds.
+    """
+    client = redis.Redis.from_url(
+        url,
+        socket_timeout=_CALL_SECONDS,
+        socket_connect_timeout=_CALL_SECONDS,
+        health_check_interval=30,
+        # Retries belong to the caller, who knows its deadline.
+        retry=Retry(NoBackoff(), 0),
+    )
+    store = RedisStore(client, settings.run_id)
+    try:
+        await _answering(store, patience)
+        await store.apply(c.Configure(settings))
+        watching = asyncio.create_task(store.watch())
+        try:
+            yield store
+        finally:
+            watching.cancel()
+            await asyncio.wait({watching})
+    finally:
+        await client.aclose()
+
+
+async def _answering(store: RedisStore, patience: float) -> None:
+    """Waits until the server answers: one that loads its append-only file does not at once."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + patience
+    while True:
+        try:
+            await store.verify()
+            return
+        except (RedisError, OSError, TimeoutError) as error:
+            if loop.time() >= end:
+                raise InfrastructureError(
+                    f"redis did not answer within {patience:g} s: {error}"
+                ) from error
+            await asyncio.sleep(0.1)
+
+
+def _source(name: str) -> str:
+    folder = resources.files("trajectory_queue") / "lua"
+    text = (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+    # Comments cost parsing on every load, and nobody reads them there.
+    return re.sub(r"(?m)^\s*--.*\n", "", text)
