@@ -124,12 +124,13 @@ class Sampler:
         self._position += count
         return [self.task(sequence) for sequence in range(first, self._position)]
 
-    def heldout(self, phase: str, samples: int = 1) -> list[Task]:
+    def heldout(self, phase: str, min_version: int = 0, samples: int = 1) -> list[Task]:
         """The held-out problems as evaluation tasks.
 
         Args:
             phase: Becomes part of the ids ("before": eval-before-0003). The seeds do not depend on
                 it: two phases differ by their policies alone.
+            min_version: Of the policy that is judged; older ones may not answer.
             samples: Answers drawn to each problem.
         """
         return [
@@ -142,6 +143,7 @@ class Sampler:
                 sampling=self._sampling,
                 seed=_hash(self._run.seed, "heldout", index),
                 purpose=Purpose.EVAL,
+                min_version=min_version,
             )
             for index, row in enumerate(self._source.heldout())
         ]

@@ -143,6 +143,8 @@ class RolloutNode:
 
     async def _roll_out(self, leases: Sequence[Lease]) -> None:
         """Rolls the leases out as one submission to the engine; scores and pushes each sample."""
+        if not await self._hold_version(leases):
+            return
         requests: list[GenerateRequest] = []
         owner: dict[str, _Running] = {}
         for lease in leases:
@@ -165,6 +167,20 @@ class RolloutNode:
             async for generation in self._engine.generate(requests):
                 self._count(-1)
                 finishing.create_task(self._finish(owner[generation.request_id], generation))
+
+    async def _hold_version(self, leases: Sequence[Lease]) -> bool:
+        """Waits for the version that the tasks ask for; gives the leases back if it is late."""
+        version = max(lease.task.min_version for lease in leases)
+        if version <= self._engine.version:
+            return True
+        try:
+            await self._receiver.wait_for(version, self._config.queue.lease_seconds)
+        except InfrastructureError as error:
+            log.warning("leases given back", reason=str(error))
+            for lease in leases:
+                await self._queue.give_back(lease.lease_id)
+            return False
+        return True
 
     def _requests(self, running: _Running) -> list[GenerateRequest]:
         task = running.lease.task

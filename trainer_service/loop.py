@@ -1,7 +1,7 @@
 """The trainer's loop: lease a batch, learn from it, publish the new policy, commit, checkpoint.
 
-`Trainer.run` is the whole story on one screen. Tensor work happens in a thread of its own; the event
-loop keeps talking to the queue meanwhile. What must hold:
+`Trainer.run` is the whole story on one screen. Tensor work happens in a thread of its own; the
+event loop keeps talking to the queue meanwhile. What must hold:
 
 - The policy version is the number of batches learned from; it goes up by one a batch, is published
   before the batch is committed, and only committed batches free their places.
@@ -105,9 +105,10 @@ class Trainer:
         self._publisher = await self._resume()
         with self._publisher:
             try:
+                # First of all: evaluation and training never share an engine's batch by chance.
+                await self._evaluate("before")
                 async with asyncio.TaskGroup() as tasks:
                     feeder = tasks.create_task(self._feed())
-                    await self._evaluate("before")
                     while self._position.version < self._config.trainer.steps:
                         await self._step()
                     await self._evaluate("after")
@@ -128,7 +129,11 @@ class Trainer:
         self._position.version += 1
         with self._spans.span("publish"), times.publishing():
             await self._publish()
-        await self._queue.commit(batch, version=self._position.version)
+        await self._queue.commit(
+            batch,
+            version=self._position.version,
+            tokens_trained=sum(plan.trained_tokens for plan in learned.plans),
+        )
         self._record.step(self._position.version, batch, learned, times)
         if self._position.version % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
