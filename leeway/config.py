@@ -68,6 +68,13 @@ class ReasoningGymConfig(Section):
     """The dataset's own options."""
 
 
+class ExampleConfig(Section):
+    """A worked example: what a user asked, and how it was answered."""
+
+    user: str
+    assistant: str
+
+
 class TaskConfig(Section):
     """Where prompts come from and how answers are scored. Give exactly one source."""
 
@@ -79,6 +86,9 @@ class TaskConfig(Section):
     """What an unreadable row of `jsonl` does: it is left out, counted and reported, or it ends the
     run."""
     system_prompt: str | None = None
+    """By default what the model's chat template says."""
+    examples: tuple[ExampleConfig, ...] = ()
+    """Turns that come before every prompt and show how to answer."""
     reward: str | None = None
     """`module:function` or `path/to/file.py:function`, called as `reward(completion, **columns)`.
     By default a reasoning-gym source scores with its dataset's own scorer."""

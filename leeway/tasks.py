@@ -23,7 +23,7 @@ import structlog
 import xxhash
 from prometheus_client import Counter
 
-from leeway.config import Config, ReasoningGymConfig
+from leeway.config import Config, ReasoningGymConfig, TaskConfig
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Purpose, Sampling, Task
 
@@ -34,6 +34,7 @@ ROWS_SKIPPED = Counter(
 )
 
 Message = Mapping[str, Any]
+Messages = tuple[Message, ...]
 
 # Some datasets draw all their problems when built: they are asked for this many at a time.
 _CHUNK = 500
@@ -49,7 +50,7 @@ _ROWS_REPORTED = 10
 class Row:
     """One problem: the prompt as chat messages, and the columns that reach the reward function."""
 
-    messages: tuple[Message, ...]
+    messages: Messages
     columns: Mapping[str, Any]
 
 
@@ -72,17 +73,18 @@ def open_source(config: Config) -> TaskSource:
         ConfigError: it cannot be opened, or has too few rows for held-out rows and a batch.
         DataError: an unreadable row, with `task.bad_rows = stop`.
     """
+    preamble = _preamble(config.task)
     if config.task.reasoning_gym is not None:
         return ReasoningGymSource(
             config.task.reasoning_gym,
-            system_prompt=config.task.system_prompt,
+            preamble=preamble,
             heldout=config.task.heldout,
             seed=config.run.seed,
         )
     assert config.task.jsonl is not None  # TaskConfig: exactly one source
     return JsonlSource(
         config.task.jsonl,
-        system_prompt=config.task.system_prompt,
+        preamble=preamble,
         heldout=config.task.heldout,
         batch=config.trainer.batch_groups,
         seed=config.run.seed,
@@ -164,10 +166,10 @@ class ReasoningGymSource:
     """
 
     def __init__(
-        self, config: ReasoningGymConfig, *, system_prompt: str | None, heldout: int, seed: int
+        self, config: ReasoningGymConfig, *, preamble: Messages, heldout: int, seed: int
     ) -> None:
         self._config = config
-        self._system_prompt = system_prompt
+        self._preamble = preamble
         self._seed = seed
         self._opened = lru_cache(maxsize=16)(self._open)
         self._heldout = self._choose(heldout)
@@ -218,7 +220,7 @@ class ReasoningGymSource:
             "options": options,
             "index": index,
         }
-        return Row(_messages(self._system_prompt, entry["question"]), columns)
+        return Row((*self._preamble, _turn("user", entry["question"])), columns)
 
     def _open(self, stream: str) -> tuple[Any, dict[str, Any]]:
         """One chunk of a stream of problems, and the options that make it."""
@@ -255,7 +257,7 @@ class JsonlSource:
     """Rows of a file, one JSON object a line, kept in memory and shuffled anew every epoch.
 
     `prompt` is text or a list of chat messages; all other keys are columns, and the text of the
-    prompt is one as well. A row's own system message wins over `task.system_prompt`.
+    prompt is one as well. A row with a system message of its own gets no preamble.
 
     Attributes:
         faults: One error for every row that could not be read, with file, line and remedy.
@@ -265,14 +267,14 @@ class JsonlSource:
         self,
         path: Path,
         *,
-        system_prompt: str | None,
+        preamble: Messages,
         heldout: int,
         batch: int,
         seed: int,
         stop_at_bad_row: bool = False,
     ) -> None:
         self._seed = seed
-        rows, self.faults = _read(path, system_prompt)
+        rows, self.faults = _read(path, preamble)
         self._report(path, stop_at_bad_row)
         if not rows:
             raise ConfigError(
@@ -313,7 +315,7 @@ class JsonlSource:
             log.warning("rows skipped", file=str(path), rows=len(self.faults))
 
 
-def _read(path: Path, system_prompt: str | None) -> tuple[list[Row], list[DataError]]:
+def _read(path: Path, preamble: Messages) -> tuple[list[Row], list[DataError]]:
     rows: list[Row] = []
     faults: list[DataError] = []
     try:
@@ -322,7 +324,7 @@ def _read(path: Path, system_prompt: str | None) -> tuple[list[Row], list[DataEr
                 if not line.strip():
                     continue
                 try:
-                    rows.append(_parse(line, system_prompt))
+                    rows.append(_parse(line, preamble))
                 except ValueError as error:
                     faults.append(DataError(f"{path}:{number}: {error}"))
     except OSError as error:
@@ -332,7 +334,7 @@ def _read(path: Path, system_prompt: str | None) -> tuple[list[Row], list[DataEr
     return rows, faults
 
 
-def _parse(line: bytes, system_prompt: str | None) -> Row:
+def _parse(line: bytes, preamble: Messages) -> Row:
     """Raises `ValueError` saying what is wrong with the line, and what to write instead."""
     try:
         columns = json.loads(line)
@@ -344,16 +346,14 @@ def _parse(line: bytes, system_prompt: str | None) -> Row:
         raise ValueError(f"no `prompt` among {sorted(columns)}; add it (text or chat messages)")
     prompt = columns["prompt"]
     if isinstance(prompt, str) and prompt:
-        return Row(_messages(system_prompt, prompt), columns)
+        return Row((*preamble, _turn("user", prompt)), columns)
     if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
         raise ValueError(
             f"prompt = {prompt!r:.80}: neither text nor chat messages; write a non-empty string or "
             'a list of {"role": "...", "content": "..."}'
         )
     messages = tuple(prompt)
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system_prompt}, *messages)
-    return Row(messages, columns)
+    return Row(messages if messages[0]["role"] == "system" else (*preamble, *messages), columns)
 
 
 def _is_message(value: object) -> bool:
@@ -364,11 +364,16 @@ def _is_message(value: object) -> bool:
     )
 
 
-def _messages(system_prompt: str | None, question: str) -> tuple[Message, ...]:
-    user = {"role": "user", "content": question}
-    if system_prompt is None:
-        return (user,)
-    return ({"role": "system", "content": system_prompt}, user)
+def _preamble(config: TaskConfig) -> Messages:
+    """What comes before every prompt: the system prompt, then the worked examples."""
+    turns = [] if config.system_prompt is None else [_turn("system", config.system_prompt)]
+    for example in config.examples:
+        turns += [_turn("user", example.user), _turn("assistant", example.assistant)]
+    return tuple(turns)
+
+
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
 
 
 def _text(row: Row) -> str:

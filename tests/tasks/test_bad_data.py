@@ -28,7 +28,7 @@ def distinct(count: int) -> list[dict]:
 
 
 def jsonl(path: Path, **options) -> JsonlSource:
-    settings = {"system_prompt": None, "heldout": 0, "batch": 1, "seed": 0} | options
+    settings = {"preamble": (), "heldout": 0, "batch": 1, "seed": 0} | options
     return JsonlSource(path, **settings)
 
 
@@ -144,7 +144,7 @@ def test_chat_messages_and_their_own_system_prompt(tmp_path):
     user = {"role": "user", "content": "Hi"}
     own = {"role": "system", "content": "mine"}
     path = write(tmp_path / "rows.jsonl", {"prompt": [user]}, {"prompt": [own, user]})
-    source = jsonl(path, system_prompt="ours")
+    source = jsonl(path, preamble=({"role": "system", "content": "ours"},))
     systems = {source.train(i).messages[0]["content"] for i in range(2)}
     assert systems == {"mine", "ours"}
     assert all(len(source.train(i).messages) == 2 for i in range(2))

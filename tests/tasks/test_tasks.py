@@ -110,6 +110,19 @@ def test_the_system_prompt_comes_first():
     assert messages[1]["role"] == "user"
 
 
+def test_worked_examples_come_between_system_prompt_and_question():
+    examples = [{"user": "12 + 3 =", "assistant": "15"}, {"user": "9 - 9 =", "assistant": "0"}]
+    base = {
+        "reasoning_gym": {"dataset": "chain_sum"},
+        "system_prompt": "Add.",
+        "examples": examples,
+    }
+    task = sampler(config(base)).task(0)
+    assert [m["role"] for m in task.messages] == ["system", *["user", "assistant"] * 2, "user"]
+    assert task.messages[2] == {"role": "assistant", "content": "15"}
+    assert task.messages[-1]["content"] == task.columns["question"]
+
+
 def test_training_order_has_no_period_of_a_chunk():
     tasks = sampler(config({"reasoning_gym": {"dataset": "chain_sum"}}))
     questions = [task.columns["question"] for task in tasks.take(1100)]
