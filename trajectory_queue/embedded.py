@@ -76,7 +76,7 @@ def redis_server(config: Config, directory: Path) -> Iterator[str]:
     if url:
         yield url
         return
-    with _embedded(_binary(), directory.resolve()) as url:
+    with embedded(_binary(), directory) as url:
         yield url
 
 
@@ -96,7 +96,9 @@ def _binary() -> Path:
 
 
 @contextmanager
-def _embedded(binary: Path, directory: Path) -> Iterator[str]:
+def embedded(binary: Path, directory: Path) -> Iterator[str]:
+    """The URL of a server of our own; see the module's docstring."""
+    directory = directory.resolve()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         lock = _lock(directory / "lock")

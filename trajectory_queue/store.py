@@ -140,6 +140,18 @@ class RedisStore:
             )
 
 
+def connect(url: str) -> redis.Redis:
+    """A client; it connects when first used, and again when it must."""
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=_CALL_SECONDS,
+        socket_connect_timeout=_CALL_SECONDS,
+        health_check_interval=30,
+        # Retries belong to the caller, who knows its deadline.
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
 @asynccontextmanager
 async def open_store(
     url: str, settings: c.Settings, patience: float = 30.0
@@ -150,14 +162,7 @@ async def open_store(
         ConfigError: the server evicts, does not persist, or is too old.
         InfrastructureError: it did not answer within `patience` seconds.
     """
-    client = redis.Redis.from_url(
-        url,
-        socket_timeout=_CALL_SECONDS,
-        socket_connect_timeout=_CALL_SECONDS,
-        health_check_interval=30,
-        # Retries belong to the caller, who knows its deadline.
-        retry=Retry(NoBackoff(), 0),
-    )
+    client = connect(url)
     store = RedisStore(client, settings.run_id)
     try:
         await _answering(store, patience)
