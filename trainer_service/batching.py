@@ -1,9 +1,9 @@
 """Packing: from groups of trajectories to the micro-batches of one optimizer step.
 
 Pure and deterministic; numpy only. A micro-batch is one row of tokens without padding, made of
-segments: a segment attends causally to itself and, wholly, to the segment it continues. A prompt
-that several trajectories of a group share is one segment that all of them continue, so that it is
-computed once; any other trajectory is one segment.
+segments: a segment attends causally to itself and, wholly, to the segments it continues. The
+segments are a prefix tree of the micro-batch's trajectories: what several of them begin with (a
+group's prompt, a system prompt that all groups have, equal answers) is computed once.
 
 What must hold:
 - Only trajectories that can move the weights are packed: at least one trained token, and an
@@ -33,6 +33,10 @@ Float64Array = npt.NDArray[np.float64]
 ROOT = -1
 """Parent of a segment that continues no other."""
 
+SHARED_TOKENS = 8
+"""A common beginning becomes a segment of its own when that saves so many tokens: attention is then
+called once more in every layer, which costs a small model as much as one or two tokens."""
+
 
 class Segment(NamedTuple):
     """Consecutive tokens of a micro-batch, and the index of the segment that they continue."""
@@ -50,10 +54,11 @@ class PackedBatch:
         token_ids: int64 [T].
         positions: int64 [T]; a segment's go on from its parent's.
         segments: They cover the T tokens in order; a parent comes before its children.
-        rows: int64 [n], where in the T tokens the hidden state lies that predicts each trained
-            token.
+        rows: int64 [r], where in the T tokens the hidden states lie that predict trained tokens,
+            each once.
+        temperatures: float32 [r], at which the tokens after each were sampled.
+        predictions: int64 [n], which of the r predicts each trained token.
         targets: int64 [n], the trained tokens.
-        temperatures: float32 [n], at which they were sampled.
         behaviour: float32 [n], log-probabilities under the policy that generated them.
         advantages: float32 [n].
         weights: float32 [n], of each token's loss in the aggregated loss of the whole step.
@@ -67,8 +72,9 @@ class PackedBatch:
     positions: Int64Array
     segments: tuple[Segment, ...]
     rows: Int64Array
-    targets: Int64Array
     temperatures: Float32Array
+    predictions: Int64Array
+    targets: Int64Array
     behaviour: Float32Array
     advantages: Float32Array
     weights: Float32Array
@@ -113,6 +119,11 @@ class _Member:
         """Response tokens to compute: those before the last trained one."""
         return int(self.trained[-1])
 
+    @property
+    def inputs(self) -> npt.NDArray[np.int32]:
+        """The tokens to compute."""
+        return self.trajectory.token_ids[: self.trajectory.prompt_length + self.continuation]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
@@ -121,12 +132,11 @@ class _Unit:
     members: tuple[_Member, ...]
 
     @property
-    def prompt_length(self) -> int:
-        return self.members[0].trajectory.prompt_length
-
-    @property
     def tokens(self) -> int:
-        return self.prompt_length + sum(member.continuation for member in self.members)
+        """What the unit takes at most: a prompt too short to be worth sharing is repeated."""
+        prompt = self.members[0].trajectory.prompt_length
+        repeated = min((len(self.members) - 1) * prompt, SHARED_TOKENS - 1)
+        return prompt + repeated + sum(member.continuation for member in self.members)
 
 
 def pack(
@@ -182,7 +192,7 @@ def pack(
         trajectories=sum(length > 0 for length in lengths),
         trained_tokens=sum(lengths),
         packed_trajectories=sum(len(unit.members) for unit in units),
-        packed_tokens=sum(unit.tokens for unit in units),
+        packed_tokens=sum(batch.token_ids.size for batch in microbatches),
         sequence_tokens=sum(trajectory.token_ids.size for trajectory in trajectories),
     )
 
@@ -239,58 +249,92 @@ def _bins(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
     return [[units[index] for index in held] for held in ordered]
 
 
+class _PrefixTree:
+    """Segments of trajectories that are added as a sorted whole."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        # Big-endian bytes sort as the tokens do, and a beginning before what continues it.
+        self.members = sorted(members, key=lambda m: (m.inputs.astype(">i4").tobytes(), m.sequence))
+        self.segments: list[Segment] = []
+        self.token_ids: list[npt.NDArray[np.int32]] = []
+        self.positions: list[Int64Array] = []
+        self.rows: list[Int64Array] = []
+        """For each member, where each of its inputs lies."""
+        self._size = 0
+        self._add(self.members, ROOT, np.empty(0, dtype=np.int64))
+
+    def _add(self, members: Sequence[_Member], parent: int, path: Int64Array) -> None:
+        """Adds what the members have behind `path`, the places of their common beginning so far."""
+        first, last = members[0].inputs, members[-1].inputs
+        common = _common_length(first, last)
+        saved = (len(members) - 1) * (common - path.size)
+        ends = common == last.size
+        if common > path.size and (ends or saved >= SHARED_TOKENS):
+            parent, path = self._append(first[:common], parent, path)
+        if ends:
+            self.rows.extend([path] * len(members))
+            return
+        for part in _split_by_token(members, common):
+            self._add(part, parent, path)
+
+    def _append(
+        self, inputs: npt.NDArray[np.int32], parent: int, path: Int64Array
+    ) -> tuple[int, Int64Array]:
+        """A segment of the inputs behind `path`: its index, and the places of all inputs."""
+        places = np.arange(self._size, self._size + inputs.size - path.size, dtype=np.int64)
+        self.segments.append(Segment(self._size, places.size, parent))
+        self.token_ids.append(inputs[path.size :])
+        self.positions.append(np.arange(path.size, inputs.size, dtype=np.int64))
+        self._size += places.size
+        return len(self.segments) - 1, np.concatenate([path, places])
+
+
+def _common_length(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    length = min(one.size, other.size)
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if different.size else length
+
+
+def _split_by_token(members: Sequence[_Member], place: int) -> Iterator[Sequence[_Member]]:
+    """Runs of sorted members with equal tokens at `place`; those that end before it come first."""
+    tokens = [m.inputs[place] if m.inputs.size > place else -1 for m in members]
+    start = 0
+    for end in range(1, len(members) + 1):
+        if end == len(members) or tokens[end] != tokens[start]:
+            yield members[start:end]
+            start = end
+
+
 def _microbatch(units: Sequence[_Unit]) -> PackedBatch:
-    token_ids: list[npt.NDArray[np.int32]] = []
-    positions: list[Int64Array] = []
-    segments: list[Segment] = []
-    rows: list[Int64Array] = []
-    members: list[_Member] = []
-    size = 0
-
-    def append(tokens: npt.NDArray[np.int32], position: int, parent: int) -> int:
-        nonlocal size
-        segments.append(Segment(size, tokens.size, parent))
-        token_ids.append(tokens)
-        positions.append(np.arange(position, position + tokens.size, dtype=np.int64))
-        size += tokens.size
-        return len(segments) - 1
-
-    for unit in units:
-        prompt_length = unit.prompt_length
-        members.extend(unit.members)
-        start = size
-        if len(unit.members) == 1:
-            (member,) = unit.members
-            append(member.trajectory.token_ids[: unit.tokens], 0, ROOT)
-            rows.append(start + prompt_length - 1 + member.trained)
-            continue
-        prompt = append(unit.members[0].trajectory.token_ids[:prompt_length], 0, ROOT)
-        for member in unit.members:
-            answer = size
-            if member.continuation:
-                end = prompt_length + member.continuation
-                tokens = member.trajectory.token_ids[prompt_length:end]
-                append(tokens, prompt_length, prompt)
-            rows.append(
-                np.where(
-                    member.trained == 0, start + prompt_length - 1, answer + member.trained - 1
-                )
-            )
-
+    tree = _PrefixTree([member for unit in units for member in unit.members])
+    members = tree.members
     counts = [member.trained.size for member in members]
 
     def spread(values: Sequence[float]) -> Float32Array:
         return np.repeat(np.array(values, dtype=np.float32), counts)
 
+    places = np.concatenate(
+        [
+            rows[m.trajectory.prompt_length - 1 + m.trained]
+            for m, rows in zip(members, tree.rows, strict=True)
+        ]
+    )
+    temperatures = spread([m.trajectory.sampling.temperature for m in members])
+    (rows, bits), predictions = np.unique(
+        np.stack([places, temperatures.view(np.int32).astype(np.int64)]),
+        axis=1,
+        return_inverse=True,
+    )
     return PackedBatch(
-        token_ids=np.concatenate(token_ids).astype(np.int64),
-        positions=np.concatenate(positions),
-        segments=tuple(segments),
-        rows=np.concatenate(rows).astype(np.int64),
+        token_ids=np.concatenate(tree.token_ids).astype(np.int64),
+        positions=np.concatenate(tree.positions),
+        segments=tuple(tree.segments),
+        rows=rows,
+        temperatures=bits.astype(np.int32).view(np.float32),
+        predictions=predictions.astype(np.int64),
         targets=np.concatenate(
             [m.trajectory.token_ids[m.trajectory.prompt_length + m.trained] for m in members]
         ).astype(np.int64),
-        temperatures=spread([m.trajectory.sampling.temperature for m in members]),
         behaviour=np.concatenate([m.trajectory.logprobs[m.trained] for m in members]),
         advantages=spread([m.advantage for m in members]),
         weights=spread([m.weight for m in members]),

@@ -12,7 +12,7 @@ from trainer_cases import group, random_groups, trajectory
 
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling
-from trainer_service.batching import ROOT, PackedBatch, StepPlan, pack
+from trainer_service.batching import ROOT, PackedBatch, Segment, StepPlan, pack
 
 
 def packed(groups: list[Group], budget: int, *, zero: frozenset[int] = frozenset()) -> StepPlan:
@@ -47,15 +47,16 @@ def test_every_trained_token_is_packed_once_behind_its_own_context(
     trajectories = [t for g in groups for t in g.trajectories]
     found: dict[int, list[tuple[int, float, int]]] = {}
     for batch in plan.microbatches:
-        for n in range(batch.rows.size):
+        for n in range(batch.targets.size):
             sequence = int(batch.sequences[n])
             own = trajectories[sequence]
-            before = context(batch, int(batch.rows[n]))
+            row = int(batch.rows[batch.predictions[n]])
+            before = context(batch, row)
             assert before == own.token_ids[: len(before)].tolist()
-            assert batch.positions[batch.rows[n]] == len(before) - 1
+            assert batch.positions[row] == len(before) - 1
             assert batch.advantages[n] == np.float32(1.0 + sequence)
             assert batch.weights[n] == np.float32(1.0 / (1.0 + sequence))
-            assert batch.temperatures[n] == 1.0
+            assert batch.temperatures[batch.predictions[n]] == 1.0
             found.setdefault(sequence, []).append(
                 (len(before), float(batch.behaviour[n]), int(batch.versions[n]))
             )
@@ -93,26 +94,52 @@ def test_the_same_groups_give_the_same_batches() -> None:
 
 
 def test_a_shared_prompt_is_computed_once_and_nothing_behind_the_last_trained_token() -> None:
-    one = trajectory([1, 2, 3], [4, 5, 6], index=0)
-    other = trajectory([1, 2, 3], [7, 8, 9, 10], index=1, mask=[True, True, False, False])
+    prompt = list(range(10))
+    one = trajectory(prompt, [14, 15, 16], index=0)
+    other = trajectory(prompt, [17, 18, 19, 20], index=1, mask=[True, True, False, False])
     (batch,) = packed([group([one, other])], 100).microbatches
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 7]
-    assert batch.positions.tolist() == [0, 1, 2, 3, 4, 3]
-    assert batch.rows.tolist() == [2, 3, 4, 2, 5]
-    assert batch.targets.tolist() == [4, 5, 6, 7, 8]
+    assert batch.token_ids.tolist() == [*prompt, 14, 15, 17]
+    assert batch.positions.tolist() == [*prompt, 10, 11, 10]
+    assert batch.segments == (Segment(0, 10), Segment(10, 2, 0), Segment(12, 1, 0))
+    assert batch.rows[batch.predictions].tolist() == [9, 10, 11, 9, 12]
+    assert batch.rows.tolist() == [9, 10, 11, 12]
+    assert batch.targets.tolist() == [14, 15, 16, 17, 18]
+
+
+def test_equal_beginnings_are_shared_across_groups_and_within_answers() -> None:
+    system = list(range(10))
+    groups = [
+        group([trajectory([*system, 11], [20, *range(30, 34)], index=i) for i in range(2)]),
+        group(
+            [
+                trajectory([*system, 12], [*range(20, 29), 1, 2], task="t1", index=0),
+                trajectory([*system, 12], [*range(20, 29), 3, 4], task="t1", index=1),
+            ]
+        ),
+    ]
+    (batch,) = packed(groups, 100).microbatches
+    assert batch.segments == (
+        Segment(0, 10),
+        Segment(10, 5, 0),
+        Segment(15, 10, 0),
+        Segment(25, 1, 2),
+        Segment(26, 1, 2),
+    )
+    assert batch.token_ids.tolist() == [*system, 11, 20, 30, 31, 32, 12, *range(20, 29), 1, 3]
+
+
+def test_a_short_common_beginning_is_not_worth_a_segment() -> None:
+    members = [trajectory([1, 2, 3], [i, 9, 8], index=i) for i in range(2)]
+    (batch,) = packed([group(members)], 100).microbatches
+    assert batch.segments == (Segment(0, 5), Segment(5, 5))
 
 
 def test_an_answer_of_one_token_adds_no_token() -> None:
     members = [trajectory([1, 2], [token], index=i) for i, token in enumerate((3, 4))]
     (batch,) = packed([group(members)], 100).microbatches
     assert batch.token_ids.tolist() == [1, 2]
-    assert batch.rows.tolist() == [1, 1]
-
-
-def test_different_prompts_in_a_group_are_not_shared() -> None:
-    members = [trajectory([1, 2], [3], index=0), trajectory([1, 9], [3], index=1)]
-    (batch,) = packed([group(members)], 100).microbatches
-    assert batch.token_ids.tolist() == [1, 2, 1, 9]
+    assert batch.rows.tolist() == [1]
+    assert batch.predictions.tolist() == [0, 0]
 
 
 def test_trajectories_that_cannot_move_the_weights_are_counted_but_not_computed() -> None:

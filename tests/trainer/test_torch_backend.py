@@ -232,7 +232,9 @@ def test_a_token_without_gradient_contributes_nothing_whatever_its_state() -> No
     hidden = torch.randn(3, 4)
     head = torch.randn(11, 4)
     hidden, head = hidden.requires_grad_(), head.requires_grad_()
-    logprobs, _ = token_scores(hidden, head, torch.tensor([1, 2, 3]), torch.ones(3))
+    logprobs, _ = token_scores(
+        hidden, head, torch.ones(3), torch.arange(3), torch.tensor([1, 2, 3])
+    )
     torch.autograd.backward(logprobs, torch.tensor([1.0, 0.0, -1.0]))
     assert (hidden.grad[1] == 0).all()
     assert hidden.grad[[0, 2]].abs().sum() > 0

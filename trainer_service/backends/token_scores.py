@@ -1,7 +1,7 @@
 """Log-probability and entropy of given tokens, straight from hidden states.
 
 The head is most of a small model's memory: the logits of all positions are never built, only those
-of trained tokens, a few rows at a time. What must hold: values and gradients are those of
+of trained tokens, softmax a few rows at a time. What must hold: values and gradients are those of
 `log_softmax(hidden @ head.T / temperature)`, and a token whose gradient is 0 contributes exactly 0.
 """
 
@@ -12,69 +12,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20
-"""Logits worked on at once: 4 MiB of float32 stay in a core's cache over the passes of a
-softmax."""
+BLOCK_ROWS = 256
+"""Rows multiplied with the head at once: enough for a matrix product at full speed."""
+CHUNK_ELEMENTS = 1 << 19
+"""Logits passed over at once: 2 MiB of float32 stay in a core's cache during a softmax."""
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps exp(logits - max) of all trained tokens, so that the backward pass needs no second
-    product with the head: vocabulary x 4 bytes a token, less than a token's activations."""
+    """Keeps exp(logits - max) of all rows, so that the backward pass needs no second product with
+    the head: vocabulary x 4 bytes a row, less than a token's activations."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        temperatures: Tensor,
+        predictions: Tensor,
+        targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = hidden.shape[0], head.shape[0]
         exps = hidden.new_empty(rows, vocabulary, dtype=torch.float32)
         sums = hidden.new_empty(rows, 1, dtype=torch.float32)
-        logprobs = hidden.new_empty(rows, dtype=torch.float32)
+        maxima = hidden.new_empty(rows, 1, dtype=torch.float32)
         entropy = hidden.new_empty(rows, dtype=torch.float32)
-        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
         scales = temperatures.reciprocal().unsqueeze(1)
+        for start in range(0, rows, BLOCK_ROWS):
+            part = slice(start, start + BLOCK_ROWS)
+            exps[part] = hidden[part] @ head.T
+        logprobs = exps[predictions, targets] * scales[predictions, 0]
+        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
-            logits = (hidden[part] @ head.T).float()
-            if not bool((scales[part] == 1.0).all()):
-                logits *= scales[part]
-            logits -= logits.amax(dim=1, keepdim=True)
-            exp = torch.exp(logits, out=exps[part])
+            logits = exps[part]
+            logits *= scales[part]
+            logits -= torch.amax(logits, dim=1, keepdim=True, out=maxima[part])
+            exp = logits.exp()
             total = torch.sum(exp, dim=1, keepdim=True, out=sums[part])
-            log_total = total.log().squeeze(1)
-            logprobs[part] = logits.gather(1, targets[part, None]).squeeze(1) - log_total
             expected = torch.bmm(exp.unsqueeze(1), logits.unsqueeze(2)).flatten()
-            entropy[part] = log_total - expected / total.squeeze(1)
-        ctx.save_for_backward(hidden, head, targets, scales, exps, sums)
+            entropy[part] = (total.log() - expected.unsqueeze(1) / total).squeeze(1)
+            exps[part] = exp
+        logprobs -= (maxima + sums.log())[predictions, 0]
+        entropy = entropy[predictions]
+        ctx.save_for_backward(hidden, head, scales, predictions, targets, exps, sums)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, head, targets, scales, exps, sums = ctx.saved_tensors
-        grad = grad.unsqueeze(1) * scales
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, head, scales, predictions, targets, exps, sums = ctx.saved_tensors
+        grad = grad * scales[predictions, 0]
+        of_rows = grad.new_zeros(exps.shape[0]).index_add_(0, predictions, grad)
         # In place: the graph is walked once.
-        exps.mul_(-grad / sums)
-        exps.scatter_add_(1, targets.unsqueeze(1), grad)
+        exps.mul_(-of_rows.unsqueeze(1) / sums)
+        exps.index_put_((predictions, targets), grad, accumulate=True)
         exps = exps.to(hidden.dtype)
-        return exps @ head, exps.T @ hidden, None, None
+        return exps @ head, exps.T @ hidden, None, None, None
 
 
 def token_scores(
-    hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor
+    hidden: Tensor, head: Tensor, temperatures: Tensor, predictions: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(hidden @ head.T / temperature) at the targets, and its entropy in nats.
 
     Differentiable once, in `hidden` and `head`.
 
     Args:
-        hidden: float [n, d].
+        hidden: float [r, d].
         head: float [vocabulary, d].
+        temperatures: float32 [r], positive.
+        predictions: int64 [n], which of the r hidden states predicts each target.
         targets: int64 [n].
-        temperatures: float32 [n], positive.
 
     Returns:
         float32 [n] log-probabilities with gradient, float32 [n] entropies without.
     """
     apply: Any = _TokenScores.apply
-    logprobs, entropy = apply(hidden, head, targets, temperatures)
+    logprobs, entropy = apply(hidden, head, temperatures, predictions, targets)
     return logprobs, entropy

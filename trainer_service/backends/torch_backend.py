@@ -117,8 +117,9 @@ class TorchBackend:
         return token_scores(
             hidden[self._tensor(batch.rows)],
             self._model.get_output_embeddings().weight,
-            self._tensor(batch.targets),
             self._tensor(batch.temperatures),
+            self._tensor(batch.predictions),
+            self._tensor(batch.targets),
         )
 
     @torch.no_grad()
@@ -129,16 +130,17 @@ class TorchBackend:
         or if its head has a bias or scales the logits.
         """
         prompt, answers = [1, 2, 3], ([4, 5], [6, 7])
-        rows = np.array([2, 3, 2, 4])
-        count = len(rows)
+        rows, predictions = np.array([2, 3, 4]), np.array([0, 1, 0, 2])
+        count = len(predictions)
         packed = self.logprobs(
             PackedBatch(
                 token_ids=np.array([1, 2, 3, 4, 6]),
                 positions=np.array([0, 1, 2, 3, 3]),
                 segments=(Segment(0, 3), Segment(3, 1, parent=0), Segment(4, 1, parent=0)),
                 rows=rows,
+                temperatures=np.ones(len(rows), dtype=np.float32),
+                predictions=predictions,
                 targets=np.array([4, 5, 6, 7]),
-                temperatures=np.ones(count, dtype=np.float32),
                 behaviour=np.zeros(count, dtype=np.float32),
                 advantages=np.zeros(count, dtype=np.float32),
                 weights=np.zeros(count, dtype=np.float32),
