@@ -227,6 +227,13 @@ class WeightsConfig(Section):
     anchor_every: PositiveInt = 20
     """Full weights are offered at least every so many versions; deltas in between."""
     kept_versions: PositiveInt = 8
+    """A node that lags by no more than so many versions gets a delta."""
+    relay_address: str | None = None
+    """host:port at which a node serves weights to others in its cluster; by default it does not."""
+    cluster: str = ""
+    """Nodes that give the same name can reach each other's relay_address."""
+    relay_fanout: PositiveInt = 4
+    """How many nodes one node serves at most."""
 
 
 class SecurityConfig(Section):

@@ -19,28 +19,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from leeway import rpc
 from leeway.config import UpdateMode, WeightsConfig
 from leeway.deltas import Tensor
 from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError, WireError
-from leeway.manifests import Manifest, check_chunk, unseal
+from leeway.manifests import Manifest
 from leeway.telemetry import Waits
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.engines.base import Engine
+from rollout_service.fetching import FIRST_PAUSE, LONGEST_PAUSE, Fetcher
 from rollout_service.host_copy import HostCopy
+from rollout_service.parcels import Shelf
+from rollout_service.relay import Relay
 
 log = structlog.get_logger(__name__)
 
 # The broadcaster speaks every 10 seconds; a connection that is silent for longer is given up.
 _SILENCE_SECONDS = 30.0
-_CALL_SECONDS = 60.0
 _REPORT_SECONDS = 5.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 
 
 class CanaryError(EngineError):
@@ -54,6 +53,7 @@ class PolicyReceiver:
         initial: The weights that the engine has loaded, under Hugging Face names; the receiver
             takes them over. Without them, or when the trainer's differ, full weights are fetched.
         run_id: Weights of another run are refused.
+        relay: Takes part in the relay tree; without it all comes from the publisher.
     """
 
     def __init__(
@@ -66,9 +66,16 @@ class PolicyReceiver:
         mode: UpdateMode,
         config: WeightsConfig,
         initial: Mapping[str, Tensor] | None = None,
+        relay: Relay | None = None,
         waits: Waits | None = None,
     ) -> None:
         self._stub: Any = pb_grpc.WeightBroadcastStub(channel)
+        self._relay = relay
+        self._cluster = config.cluster
+        self._shelf = relay.shelf if relay is not None else Shelf()
+        self._fetcher = Fetcher(
+            self._stub, self._shelf, node_id, run_id, relay.connect if relay is not None else None
+        )
         self._engine = engine
         self._node_id = node_id
         self._run_id = run_id
@@ -138,18 +145,21 @@ class PolicyReceiver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._fetcher.close()
             async with self._changed:
                 self._changed.notify_all()
 
     # --- Announcements
 
     async def _listen(self) -> None:
-        pause = _FIRST_PAUSE
+        pause = FIRST_PAUSE
         while True:
             request = pb.SubscribeRequest(
                 node_id=self._node_id,
                 have_version=max(self._version, 0),
                 have_digest=self._host.digest,
+                relay_address=self._relay.address if self._relay is not None else "",
+                cluster=self._cluster,
             )
             call = self._stub.Subscribe(request)
             try:
@@ -157,7 +167,7 @@ class PolicyReceiver:
                     announcement = await asyncio.wait_for(call.read(), _SILENCE_SECONDS)
                     if announcement is grpc.aio.EOF:
                         break
-                    pause = _FIRST_PAUSE
+                    pause = FIRST_PAUSE
                     await self._hear(announcement)
             except TimeoutError:
                 log.warning("the weight broadcast is silent; subscribing again")
@@ -169,7 +179,7 @@ class PolicyReceiver:
             finally:
                 call.cancel()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _hear(self, announcement: pb.SubscribeResponse) -> None:
         if announcement.run_id != self._run_id:
@@ -189,7 +199,7 @@ class PolicyReceiver:
     # --- Updates
 
     async def _follow(self) -> None:
-        pause = _FIRST_PAUSE
+        pause = FIRST_PAUSE
         while True:
             with self._waits.waiting_for("announcement"):
                 async with self._changed:
@@ -202,9 +212,9 @@ class PolicyReceiver:
             except (InfrastructureError, WireError) as error:
                 log.warning("an update is tried again", version=target.version, cause=str(error))
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pause = min(2 * pause, LONGEST_PAUSE)
                 continue
-            pause = _FIRST_PAUSE
+            pause = FIRST_PAUSE
             await self._apply(manifest or target, started)
 
     def _current(self) -> bool:
@@ -219,77 +229,20 @@ class PolicyReceiver:
         when the host copy holds the target already."""
         if target.digest == self._host.digest:
             return None
-        manifest = await self._manifest(target)
-        with self._waits.waiting_for("weights", f"version {manifest.version}"):
-            payload = await self._fetch(manifest)
-        await asyncio.to_thread(self._host.stage, manifest, payload)
-        return manifest
-
-    async def _manifest(self, target: pb.SubscribeResponse) -> Manifest:
-        request = pb.GetManifestRequest(
-            node_id=self._node_id, version=target.version, base_digest=self._host.digest
-        )
-        manifest = unseal(
-            await rpc.call(
-                self._stub.GetManifest,
-                request,
-                what=f"manifest of version {target.version}",
-                deadline_seconds=_CALL_SECONDS,
-            )
-        )
-        if manifest.run_id != self._run_id or manifest.base_digest not in ("", self._host.digest):
-            raise WireError(
-                f"manifest of run {manifest.run_id!r} on base {manifest.base_digest!r}, asked for "
-                f"{self._run_id!r} on {self._host.digest!r}"
-            )
-        return manifest
-
-    async def _fetch(self, manifest: Manifest) -> npt.NDArray[np.uint8]:
-        """The payload; a transfer that breaks goes on where it broke."""
-        payload = np.empty(manifest.payload_length, dtype=np.uint8)
-        received = 0
-        end = time.monotonic() + _CALL_SECONDS
-        pause = _FIRST_PAUSE
-        while received < payload.size:
-            before = received
-            request = pb.FetchRequest(
-                node_id=self._node_id,
-                digest=manifest.digest,
-                base_digest=manifest.base_digest,
-                offset=received,
-            )
-            call = self._stub.Fetch(request)
-            try:
-                while received < payload.size:
-                    response = await asyncio.wait_for(call.read(), _SILENCE_SECONDS)
-                    if response is grpc.aio.EOF:
-                        raise WireError(f"a payload that ends at {received} of {payload.size}")
-                    data = check_chunk(response, received, payload.size - received)
-                    payload[received : received + len(data)] = np.frombuffer(data, np.uint8)
-                    received += len(data)
-            except (grpc.aio.AioRpcError, WireError, TimeoutError) as error:
-                problem = (
-                    rpc.translate(error, f"fetch version {manifest.version}")
-                    if isinstance(error, grpc.aio.AioRpcError)
-                    else error
-                )
-                gone = isinstance(error, grpc.aio.AioRpcError) and not isinstance(
-                    problem, InfrastructureError
-                )
-                if received > before:
-                    end = time.monotonic() + _CALL_SECONDS
-                    pause = _FIRST_PAUSE
-                if gone or time.monotonic() > end:
-                    raise InfrastructureError(
-                        f"version {manifest.version}: {received} of {payload.size} bytes, then: "
-                        f"{problem}"
-                    ) from error
-                log.info("a transfer goes on", at=received, of=payload.size, cause=str(problem))
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-            finally:
-                call.cancel()
-        return payload
+        with self._waits.waiting_for("weights", f"version {target.version}"):
+            parcel = await self._fetcher.fetch(target, self._host.digest)
+        payload = parcel.payload
+        if parcel.manifest.full and self._relay is not None:
+            # The host copy changes with every version; others still fetch this one.
+            payload = payload.copy()
+        try:
+            await asyncio.to_thread(self._host.stage, parcel.manifest, payload)
+        except WireError:
+            self._shelf.drop(parcel)
+            raise
+        if self._relay is None:
+            self._shelf.drop(parcel)
+        return parcel.manifest
 
     async def _apply(self, staged: Manifest | pb.SubscribeResponse, started: float) -> None:
         """Brings the engine to what the host copy holds, and proves that it arrived."""

@@ -24,45 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17leeway/v1/weights.proto\x12\tleeway.v1\"\xa1\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12%\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x13.leeway.v1.Encoding\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\"\xc9\x01\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\'\n\x07tensors\x18\x05 \x03(\x0b\x32\x16.leeway.v1.TensorEntry\x12\x16\n\x0epayload_length\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12!\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x11.leeway.v1.Canary\"@\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x01\"\x85\x01\n\x10SubscribeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x15\n\rrelay_address\x18\x02 \x01(\t\x12\x14\n\x0chave_version\x18\x03 \x01(\x03\x12\x13\n\x0bhave_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\x12\r\n\x05\x61void\x18\x06 \x03(\t\"i\n\x11SubscribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\"K\n\x12GetManifestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\"9\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\"T\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"?\n\rFetchResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xbd\x01\n\rReportRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.leeway.v1.NodeState\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rstage_seconds\x18\x06 \x01(\x01\x12\x15\n\rpause_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x62ytes_received\x18\x08 \x01(\x04\"\x10\n\x0eReportResponse\"\x12\n\x10ListNodesRequest\"\xe3\x01\n\x0bNodeWeights\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.leeway.v1.NodeState\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x05 \x01(\x01\x12\x0e\n\x06parent\x18\x06 \x01(\t\x12\x11\n\tconnected\x18\x07 \x01(\x08\x12\x15\n\rstage_seconds\x18\x08 \x01(\x01\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\x16\n\x0e\x62ytes_received\x18\n \x01(\x04\"K\n\x11ListNodesResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.leeway.v1.NodeWeights*s\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_FULL\x10\x01\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x02\x12\x12\n\x0e\x45NCODING_DENSE\x10\x03\x12\x11\n\rENCODING_SAME\x10\x04*m\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_STAGED\x10\x01\x12\x16\n\x12NODE_STATE_APPLIED\x10\x02\x12\x15\n\x11NODE_STATE_FAILED\x10\x03\x32\xee\x02\n\x0fWeightBroadcast\x12H\n\tSubscribe\x12\x1b.leeway.v1.SubscribeRequest\x1a\x1c.leeway.v1.SubscribeResponse0\x01\x12L\n\x0bGetManifest\x12\x1d.leeway.v1.GetManifestRequest\x1a\x1e.leeway.v1.GetManifestResponse\x12<\n\x05\x46\x65tch\x12\x17.leeway.v1.FetchRequest\x1a\x18.leeway.v1.FetchResponse0\x01\x12=\n\x06Report\x12\x18.leeway.v1.ReportRequest\x1a\x19.leeway.v1.ReportResponse\x12\x46\n\tListNodes\x12\x1b.leeway.v1.ListNodesRequest\x1a\x1c.leeway.v1.ListNodesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17leeway/v1/weights.proto\x12\tleeway.v1\"\xa1\x01\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12%\n\x08\x65ncoding\x18\x04 \x01(\x0e\x32\x13.leeway.v1.Encoding\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0e\n\x06length\x18\x06 \x01(\x04\x12\x0f\n\x07\x63hanged\x18\x07 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\"\xc9\x01\n\x08Manifest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x04 \x01(\t\x12\'\n\x07tensors\x18\x05 \x03(\x0b\x32\x16.leeway.v1.TensorEntry\x12\x16\n\x0epayload_length\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12!\n\x06\x63\x61nary\x18\x08 \x01(\x0b\x32\x11.leeway.v1.Canary\"@\n\x06\x43\x61nary\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x11\n\ttolerance\x18\x03 \x01(\x01\"v\n\x10SubscribeRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x15\n\rrelay_address\x18\x02 \x01(\t\x12\x14\n\x0chave_version\x18\x03 \x01(\x03\x12\x13\n\x0bhave_digest\x18\x04 \x01(\t\x12\x0f\n\x07\x63luster\x18\x05 \x01(\t\"i\n\x11SubscribeResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0f\n\x07version\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\x0e\n\x06parent\x18\x05 \x01(\t\"K\n\x12GetManifestRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\"9\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x06\"T\n\x0c\x46\x65tchRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x13\n\x0b\x62\x61se_digest\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"?\n\rFetchResponse\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"\xbd\x01\n\rReportRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12#\n\x05state\x18\x04 \x01(\x0e\x32\x14.leeway.v1.NodeState\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rstage_seconds\x18\x06 \x01(\x01\x12\x15\n\rpause_seconds\x18\x07 \x01(\x01\x12\x16\n\x0e\x62ytes_received\x18\x08 \x01(\x04\"\x10\n\x0eReportResponse\"2\n\x0fReparentRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\t\"\"\n\x10ReparentResponse\x12\x0e\n\x06parent\x18\x01 \x01(\t\"\x12\n\x10ListNodesRequest\"\xe3\x01\n\x0bNodeWeights\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x03\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.leeway.v1.NodeState\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x05 \x01(\x01\x12\x0e\n\x06parent\x18\x06 \x01(\t\x12\x11\n\tconnected\x18\x07 \x01(\x08\x12\x15\n\rstage_seconds\x18\x08 \x01(\x01\x12\x15\n\rpause_seconds\x18\t \x01(\x01\x12\x16\n\x0e\x62ytes_received\x18\n \x01(\x04\"K\n\x11ListNodesResponse\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12%\n\x05nodes\x18\x02 \x03(\x0b\x32\x16.leeway.v1.NodeWeights*s\n\x08\x45ncoding\x12\x18\n\x14\x45NCODING_UNSPECIFIED\x10\x00\x12\x11\n\rENCODING_FULL\x10\x01\x12\x13\n\x0f\x45NCODING_SPARSE\x10\x02\x12\x12\n\x0e\x45NCODING_DENSE\x10\x03\x12\x11\n\rENCODING_SAME\x10\x04*m\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_STAGED\x10\x01\x12\x16\n\x12NODE_STATE_APPLIED\x10\x02\x12\x15\n\x11NODE_STATE_FAILED\x10\x03\x32\xb3\x03\n\x0fWeightBroadcast\x12H\n\tSubscribe\x12\x1b.leeway.v1.SubscribeRequest\x1a\x1c.leeway.v1.SubscribeResponse0\x01\x12L\n\x0bGetManifest\x12\x1d.leeway.v1.GetManifestRequest\x1a\x1e.leeway.v1.GetManifestResponse\x12<\n\x05\x46\x65tch\x12\x17.leeway.v1.FetchRequest\x1a\x18.leeway.v1.FetchResponse0\x01\x12=\n\x06Report\x12\x18.leeway.v1.ReportRequest\x1a\x19.leeway.v1.ReportResponse\x12\x43\n\x08Reparent\x12\x1a.leeway.v1.ReparentRequest\x1a\x1b.leeway.v1.ReparentResponse\x12\x46\n\tListNodes\x12\x1b.leeway.v1.ListNodesRequest\x1a\x1c.leeway.v1.ListNodesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'leeway.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENCODING']._serialized_start=1539
-  _globals['_ENCODING']._serialized_end=1654
-  _globals['_NODESTATE']._serialized_start=1656
-  _globals['_NODESTATE']._serialized_end=1765
+  _globals['_ENCODING']._serialized_start=1611
+  _globals['_ENCODING']._serialized_end=1726
+  _globals['_NODESTATE']._serialized_start=1728
+  _globals['_NODESTATE']._serialized_end=1837
   _globals['_TENSORENTRY']._serialized_start=39
   _globals['_TENSORENTRY']._serialized_end=200
   _globals['_MANIFEST']._serialized_start=203
   _globals['_MANIFEST']._serialized_end=404
   _globals['_CANARY']._serialized_start=406
   _globals['_CANARY']._serialized_end=470
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=473
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=606
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=608
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=713
-  _globals['_GETMANIFESTREQUEST']._serialized_start=715
-  _globals['_GETMANIFESTREQUEST']._serialized_end=790
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=792
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=849
-  _globals['_FETCHREQUEST']._serialized_start=851
-  _globals['_FETCHREQUEST']._serialized_end=935
-  _globals['_FETCHRESPONSE']._serialized_start=937
-  _globals['_FETCHRESPONSE']._serialized_end=1000
-  _globals['_REPORTREQUEST']._serialized_start=1003
-  _globals['_REPORTREQUEST']._serialized_end=1192
-  _globals['_REPORTRESPONSE']._serialized_start=1194
-  _globals['_REPORTRESPONSE']._serialized_end=1210
-  _globals['_LISTNODESREQUEST']._serialized_start=1212
-  _globals['_LISTNODESREQUEST']._serialized_end=1230
-  _globals['_NODEWEIGHTS']._serialized_start=1233
-  _globals['_NODEWEIGHTS']._serialized_end=1460
-  _globals['_LISTNODESRESPONSE']._serialized_start=1462
-  _globals['_LISTNODESRESPONSE']._serialized_end=1537
-  _globals['_WEIGHTBROADCAST']._serialized_start=1768
-  _globals['_WEIGHTBROADCAST']._serialized_end=2134
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=472
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=590
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=592
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=697
+  _globals['_GETMANIFESTREQUEST']._serialized_start=699
+  _globals['_GETMANIFESTREQUEST']._serialized_end=774
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=776
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=833
+  _globals['_FETCHREQUEST']._serialized_start=835
+  _globals['_FETCHREQUEST']._serialized_end=919
+  _globals['_FETCHRESPONSE']._serialized_start=921
+  _globals['_FETCHRESPONSE']._serialized_end=984
+  _globals['_REPORTREQUEST']._serialized_start=987
+  _globals['_REPORTREQUEST']._serialized_end=1176
+  _globals['_REPORTRESPONSE']._serialized_start=1178
+  _globals['_REPORTRESPONSE']._serialized_end=1194
+  _globals['_REPARENTREQUEST']._serialized_start=1196
+  _globals['_REPARENTREQUEST']._serialized_end=1246
+  _globals['_REPARENTRESPONSE']._serialized_start=1248
+  _globals['_REPARENTRESPONSE']._serialized_end=1282
+  _globals['_LISTNODESREQUEST']._serialized_start=1284
+  _globals['_LISTNODESREQUEST']._serialized_end=1302
+  _globals['_NODEWEIGHTS']._serialized_start=1305
+  _globals['_NODEWEIGHTS']._serialized_end=1532
+  _globals['_LISTNODESRESPONSE']._serialized_start=1534
+  _globals['_LISTNODESRESPONSE']._serialized_end=1609
+  _globals['_WEIGHTBROADCAST']._serialized_start=1840
+  _globals['_WEIGHTBROADCAST']._serialized_end=2275
 # @@protoc_insertion_point(module_scope)

@@ -82,20 +82,18 @@ class Canary(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., tolerance: _Optional[float] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
-    __slots__ = ("node_id", "relay_address", "have_version", "have_digest", "cluster", "avoid")
+    __slots__ = ("node_id", "relay_address", "have_version", "have_digest", "cluster")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     RELAY_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HAVE_VERSION_FIELD_NUMBER: _ClassVar[int]
     HAVE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CLUSTER_FIELD_NUMBER: _ClassVar[int]
-    AVOID_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     relay_address: str
     have_version: int
     have_digest: str
     cluster: str
-    avoid: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., relay_address: _Optional[str] = ..., have_version: _Optional[int] = ..., have_digest: _Optional[str] = ..., cluster: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., relay_address: _Optional[str] = ..., have_version: _Optional[int] = ..., have_digest: _Optional[str] = ..., cluster: _Optional[str] = ...) -> None: ...
 
 class SubscribeResponse(_message.Message):
     __slots__ = ("run_id", "incarnation", "version", "digest", "parent")
@@ -174,6 +172,20 @@ class ReportRequest(_message.Message):
 class ReportResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ReparentRequest(_message.Message):
+    __slots__ = ("node_id", "failed")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    failed: str
+    def __init__(self, node_id: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class ReparentResponse(_message.Message):
+    __slots__ = ("parent",)
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    parent: str
+    def __init__(self, parent: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

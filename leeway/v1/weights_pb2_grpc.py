@@ -60,6 +60,11 @@ class WeightBroadcastStub:
                 request_serializer=leeway_dot_v1_dot_weights__pb2.ReportRequest.SerializeToString,
                 response_deserializer=leeway_dot_v1_dot_weights__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Reparent = channel.unary_unary(
+                '/leeway.v1.WeightBroadcast/Reparent',
+                request_serializer=leeway_dot_v1_dot_weights__pb2.ReparentRequest.SerializeToString,
+                response_deserializer=leeway_dot_v1_dot_weights__pb2.ReparentResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/leeway.v1.WeightBroadcast/ListNodes',
                 request_serializer=leeway_dot_v1_dot_weights__pb2.ListNodesRequest.SerializeToString,
@@ -104,6 +109,13 @@ class WeightBroadcastServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reparent(self, request, context):
+        """A node cannot fetch from its parent, and gets another.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Who has what, since when.
         """
@@ -133,6 +145,11 @@ def add_WeightBroadcastServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=leeway_dot_v1_dot_weights__pb2.ReportRequest.FromString,
                     response_serializer=leeway_dot_v1_dot_weights__pb2.ReportResponse.SerializeToString,
+            ),
+            'Reparent': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reparent,
+                    request_deserializer=leeway_dot_v1_dot_weights__pb2.ReparentRequest.FromString,
+                    response_serializer=leeway_dot_v1_dot_weights__pb2.ReparentResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -254,6 +271,33 @@ class WeightBroadcast:
             '/leeway.v1.WeightBroadcast/Report',
             leeway_dot_v1_dot_weights__pb2.ReportRequest.SerializeToString,
             leeway_dot_v1_dot_weights__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reparent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/leeway.v1.WeightBroadcast/Reparent',
+            leeway_dot_v1_dot_weights__pb2.ReparentRequest.SerializeToString,
+            leeway_dot_v1_dot_weights__pb2.ReparentResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,6 +16,7 @@ from leeway.deltas import Tensor
 from leeway.manifests import Canary
 from rollout_service.engines.base import EngineStats, GenerateRequest, Generation
 from rollout_service.receiver import PolicyReceiver
+from rollout_service.relay import Relay
 from trainer_service.weight_broadcast import WeightPublisher
 
 RUN = "test-run"
@@ -122,6 +123,7 @@ async def node(
     engine: MemoryEngine,
     initial: Mapping[str, Tensor] | None = None,
     node_id: str = "node",
+    relay: Relay | None = None,
 ) -> AsyncIterator[PolicyReceiver]:
     """A receiver that runs for the duration of the context."""
     channel = rpc.connect(address, OPEN)
@@ -133,6 +135,7 @@ async def node(
         mode=UpdateMode.IN_PLACE,
         config=WeightsConfig(),
         initial=initial,
+        relay=relay,
     )
     task = asyncio.create_task(receiver.run())
     try:

@@ -15,7 +15,7 @@ from leeway import rpc
 from leeway.deltas import Tensor
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
-from rollout_service import receiver as receiver_module
+from rollout_service import fetching, receiver
 
 FAULTS = 1000
 
@@ -131,8 +131,9 @@ class JudgingEngine(MemoryEngine):
 
 
 async def test_a_thousand_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver_module, "_FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(receiver_module, "_LONGEST_PAUSE", 0.01)
+    for module in (receiver, fetching):
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.001)
+        monkeypatch.setattr(module, "LONGEST_PAUSE", 0.01)
     trainer = Trainer()
     engine = JudgingEngine(trainer.weights())
     with publisher(chunk_bytes=200) as broadcast:
@@ -145,13 +146,13 @@ async def test_a_thousand_faults(monkeypatch: pytest.MonkeyPatch) -> None:
 
         async with (
             rpc.serve("127.0.0.1:0", OPEN, add) as server,
-            node(server.address, engine, trainer.weights()) as receiver,
+            node(server.address, engine, trainer.weights()) as follower,
         ):
             version = 0
             while sum(relay.faults.values()) < FAULTS:
                 engine.truth[version] = trainer.weights()
                 publish(broadcast, version, trainer)
-                await receiver.wait_for(version, DEADLINE)
+                await follower.wait_for(version, DEADLINE)
                 assert same(engine.weights, trainer.weights())
                 trainer.step()
                 version += 1

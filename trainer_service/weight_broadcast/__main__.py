@@ -23,6 +23,7 @@ from trainer_service.weight_broadcast.nodes import Nodes
 from trainer_service.weight_broadcast.service import BroadcastService
 from trainer_service.weight_broadcast.snapshots import SlotReader, Snapshot
 from trainer_service.weight_broadcast.store import PolicyStore
+from trainer_service.weight_broadcast.tree import RelayTree
 
 _PR_SET_PDEATHSIG = 1
 # A line describes every tensor of a policy.
@@ -44,7 +45,8 @@ async def main() -> None:
         kept_versions=weights.kept_versions,
         anchor_every=weights.anchor_every,
     )
-    service = BroadcastService(store, Nodes(), weights.chunk_bytes)
+    nodes = Nodes(RelayTree(weights.relay_fanout))
+    service = BroadcastService(store, nodes, weights.chunk_bytes)
 
     async def add(server: rpc.Server) -> None:
         name = pb.DESCRIPTOR.services_by_name["WeightBroadcast"].full_name

@@ -1,4 +1,5 @@
-"""Who has what, since when: the broadcaster's view of the fleet, from subscriptions and reports."""
+"""Who has what, since when, and from whom: the broadcaster's view of the fleet, from subscriptions
+and reports."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from leeway.v1 import weights_pb2 as pb
+from trainer_service.weight_broadcast.tree import RelayTree
 
 # A node that has been away for so long is forgotten.
 _FORGOTTEN_AFTER_SECONDS = 3600.0
@@ -19,13 +21,13 @@ class Node:
     report: pb.ReportRequest
     since: float
     subscriptions: int = 0
-    parent: str = ""
 
 
 class Nodes:
     """The registry; a node is live while it is subscribed."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tree: RelayTree, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tree = tree
         self._clock = clock
         self._nodes: dict[str, Node] = {}
 
@@ -36,11 +38,22 @@ class Nodes:
         node.digest = request.have_digest
         node.since = self._clock()
         node.report.version = request.have_version
+        self._tree.join(node.node_id, request.cluster, request.relay_address)
         return node
 
     def unsubscribed(self, node: Node) -> None:
         node.subscriptions -= 1
-        node.since = self._clock()
+        if not node.subscriptions:
+            node.since = self._clock()
+            self._tree.leave(node.node_id)
+
+    def parent(self, node_id: str) -> str:
+        """The address from which a node fetches; empty: the publisher itself."""
+        return self._tree.parent(node_id)
+
+    def reparented(self, request: pb.ReparentRequest) -> None:
+        """A node cannot fetch from its parent."""
+        self._tree.avoid(request.node_id, request.failed)
 
     def reported(self, request: pb.ReportRequest) -> None:
         node = self._of(request.node_id)
@@ -62,7 +75,7 @@ class Nodes:
                 state=node.report.state,
                 message=node.report.message,
                 seconds_ago=now - node.since,
-                parent=node.parent,
+                parent=self._tree.parent(node.node_id),
                 connected=node.subscriptions > 0,
                 stage_seconds=node.report.stage_seconds,
                 pause_seconds=node.report.pause_seconds,

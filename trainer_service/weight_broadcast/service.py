@@ -33,7 +33,7 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
         self._store = store
         self._nodes = nodes
         self._chunk_bytes = chunk_bytes
-        self._announced = asyncio.Event()
+        self._changed = asyncio.Event()
         self._composing = asyncio.Lock()
 
     async def publish(self, snapshot: Snapshot) -> list[int]:
@@ -41,8 +41,7 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
         prepared = await asyncio.to_thread(self._store.prepare, snapshot)
         async with self._composing:
             freed = self._store.commit(prepared, self._nodes.in_use())
-        self._announced.set()
-        self._announced = asyncio.Event()
+        self._wake()
         log.info(
             "policy announced",
             version=snapshot.version,
@@ -56,20 +55,31 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
         self, request: pb.SubscribeRequest, context: Any
     ) -> AsyncIterator[pb.SubscribeResponse]:
         node = self._nodes.subscribed(request)
+        # Others may have to fetch from somebody else now, here and below.
+        self._wake()
+        said = None
         try:
             while True:
-                announced = self._announced
-                yield self._announcement()
+                changed = self._changed
+                announcement = self._announcement(self._nodes.parent(node.node_id))
+                if announcement != said:
+                    said = announcement
+                    yield announcement
                 try:
-                    await asyncio.wait_for(announced.wait(), HEARTBEAT_SECONDS)
+                    await asyncio.wait_for(changed.wait(), HEARTBEAT_SECONDS)
                 except TimeoutError:
-                    continue
+                    said = None
         finally:
             self._nodes.unsubscribed(node)
+            self._wake()
 
-    def _announcement(self) -> pb.SubscribeResponse:
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _announcement(self, parent: str) -> pb.SubscribeResponse:
         response = pb.SubscribeResponse(
-            run_id=self._store.run_id, incarnation=self._store.incarnation
+            run_id=self._store.run_id, incarnation=self._store.incarnation, parent=parent
         )
         if (newest := self._store.newest) is not None:
             response.version = newest.version
@@ -132,6 +142,15 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
                 reason=request.message,
             )
         return pb.ReportResponse()
+
+    async def Reparent(  # noqa: N802
+        self, request: pb.ReparentRequest, context: Any
+    ) -> pb.ReparentResponse:
+        self._nodes.reparented(request)
+        parent = self._nodes.parent(request.node_id)
+        log.warning("a relay failed", node=request.node_id, failed=request.failed, parent=parent)
+        self._wake()
+        return pb.ReparentResponse(parent=parent)
 
     async def ListNodes(  # noqa: N802
         self, request: pb.ListNodesRequest, context: Any
