@@ -98,7 +98,7 @@ class RedisStore:
 
     async def watch(self) -> None:
         """Wakes this service's waiters when another service changed something. Runs for ever."""
-        seen: list[Any] = []
+        seen: list[Any] = [None, None]
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             if not self.signals.anyone_waits:
@@ -109,10 +109,9 @@ class RedisStore:
                 )
             except (RedisError, OSError, TimeoutError):
                 continue  # Whoever applies a command says so.
-            if seen and epochs[0] != seen[0]:
-                self.signals.set("tasks")
-            if seen and epochs[1] != seen[1]:
-                self.signals.set("groups")
+            for name, before, after in zip(("tasks", "groups"), seen, epochs, strict=True):
+                if after != before:
+                    self.signals.set(name)
             seen = epochs
 
     async def verify(self) -> None:
