@@ -134,6 +134,9 @@ class QueueMachine(RuleBasedStateMachine):
             task = next(t for t in self.enqueued.values() if _leases(t, lease))
             lanes.add(task.lane)
             self.leases.append((lease.lease_id, task.task_id, command.node_id))
+            for key in self._samples_of(task.task_id):  # What a drop or a death discarded.
+                if key[1] not in lease.done:
+                    del self.samples[key]
         return lanes
 
     @precondition(lambda self: self.leases)
@@ -344,7 +347,6 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def requeue(self) -> None:
         dead = self.apply(c.ListDead(100)).tasks
-        self._forget([task.task_id for task in dead])
         assert self.apply(c.Requeue((), "operator")).count == len(dead)
 
     @rule(data=st.data())
@@ -413,10 +415,6 @@ class QueueMachine(RuleBasedStateMachine):
         if ready:
             batch = self._lease_batch(lane, ready, ())
             self._commit(c.Commit("trainer", self.incarnation, batch.batch_id, self.version + 1))
-
-    def _forget(self, task_ids: list[str]) -> None:
-        for key in [key for key in self.samples if key[0] in task_ids]:
-            del self.samples[key]
 
 
 class _Refusal(Exception):  # noqa: N818 - what a command answered
