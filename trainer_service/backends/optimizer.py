@@ -18,9 +18,8 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends.base import DivergedError, StepResult
 
-CHUNK_ELEMENTS = 1 << 16
-"""Elements updated at once: the six arrays of a chunk, 1.5 MiB, stay in a core's cache while they
-are clipped, updated and rounded."""
+CHUNK_ELEMENTS = 1 << 20
+"""Elements updated at once: a chunk is rounded while it is still in the cache."""
 
 
 class MasterAdamW:
@@ -39,7 +38,8 @@ class MasterAdamW:
         self._first = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._steps = 0
-        self._updates = torch.zeros((), dtype=torch.float32)
+        device = next(iter(self._masters.values())).device
+        self._updates = torch.zeros((), dtype=torch.float32, device=device)
         self._refresh()
 
     @property
@@ -115,28 +115,24 @@ class MasterAdamW:
             self._first[name].copy_(state[f"first.{name}"])
             self._second[name].copy_(state[f"second.{name}"])
         self._steps = int(state["steps"])
-        self._updates = state["updates"].clone()
+        self._updates.copy_(state["updates"])
         self._refresh()
 
     def _update(self, name: str, gradient: Tensor, scale: float, lr: float) -> None:
         # Norms and biases, the one-dimensional tensors, are not decayed.
         decay = self._config.weight_decay if self._masters[name].ndim > 1 else 0.0
         beta1, beta2 = self._config.betas
-        arrays = [
-            torch.split(t[name].view(-1), CHUNK_ELEMENTS)
-            for t in (self._masters, self._first, self._second)
-        ]
-        working = torch.split(self._working[name].detach().view(-1), CHUNK_ELEMENTS)
-        for master, first, second, grad, work in zip(
-            *arrays, torch.split(gradient, CHUNK_ELEMENTS), working, strict=True
+        arrays = (self._masters[name], gradient, self._first[name], self._second[name])
+        working = self._working[name].detach()
+        for master, grad, first, second, work in zip(
+            *(torch.split(array.view(-1), CHUNK_ELEMENTS) for array in (*arrays, working)),
+            strict=True,
         ):
-            grad = grad.to(torch.float32)
-            if scale < 1.0:
-                grad.mul_(scale)
             adamw(
-                [master], [grad], [first], [second], [], [self._updates.clone()],
+                [master], [grad.to(torch.float32)], [first], [second], [], [self._updates.clone()],
                 fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay,
                 eps=self._config.eps, maximize=False,
+                grad_scale=None if scale == 1.0 else torch.tensor(1.0 / scale, device=grad.device),
             )  # fmt: skip
             self._copy(work, master)
 

@@ -39,7 +39,7 @@ class _TokenScores(torch.autograd.Function):
         scales = temperatures.reciprocal().unsqueeze(1)
         for start in range(0, rows, BLOCK_ROWS):
             part = slice(start, start + BLOCK_ROWS)
-            exps[part] = hidden[part] @ head.T
+            torch.mm(hidden[part], head.T, out=exps[part])
         logprobs = exps[predictions, targets] * scales[predictions, 0]
         chunk = max(1, CHUNK_ELEMENTS // vocabulary)
         for start in range(0, rows, chunk):
@@ -54,20 +54,26 @@ class _TokenScores(torch.autograd.Function):
             exps[part] = exp
         logprobs -= (maxima + sums.log())[predictions, 0]
         entropy = entropy[predictions]
-        ctx.save_for_backward(hidden, head, scales, predictions, targets, exps, sums)
+        ctx.save_for_backward(hidden, scales, predictions, targets, exps, sums)
+        ctx.head = head
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, head, scales, predictions, targets, exps, sums = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        hidden, scales, predictions, targets, exps, sums = ctx.saved_tensors
         grad = grad * scales[predictions, 0]
         of_rows = grad.new_zeros(exps.shape[0]).index_add_(0, predictions, grad)
         # In place: the graph is walked once.
         exps.mul_(-of_rows.unsqueeze(1) / sums)
         exps.index_put_((predictions, targets), grad, accumulate=True)
         exps = exps.to(hidden.dtype)
-        return exps @ head, exps.T @ hidden, None, None, None
+        head = ctx.head.detach()
+        if ctx.head.grad is None:
+            ctx.head.grad = exps.T @ hidden
+        else:
+            ctx.head.grad.addmm_(exps.T, hidden)
+        return exps @ head, None, None, None, None
 
 
 def token_scores(
@@ -75,11 +81,12 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(hidden @ head.T / temperature) at the targets, and its entropy in nats.
 
-    Differentiable once, in `hidden` and `head`.
+    Differentiable once, in `hidden` and `head`. The head's gradient is added to `head.grad` in place:
+    it is the largest one, and passing it through the graph would copy it.
 
     Args:
         hidden: float [r, d].
-        head: float [vocabulary, d].
+        head: float [vocabulary, d], a leaf.
         temperatures: float32 [r], positive.
         predictions: int64 [n], which of the r hidden states predicts each target.
         targets: int64 [n].

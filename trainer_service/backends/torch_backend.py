@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends import packed_attention
+from trainer_service.backends.allocator import keep_freed_memory
 from trainer_service.backends.base import Loss, StepResult
 from trainer_service.backends.optimizer import MasterAdamW
 from trainer_service.backends.token_scores import token_scores
@@ -51,6 +52,8 @@ class TorchBackend:
         """
         self._precision = precision
         self._device = torch.device(device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._model = _load(model_directory)
         if not self._model._supports_attention_backend:
             raise ConfigError(
