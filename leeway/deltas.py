@@ -67,6 +67,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 
+_ALIGNMENT = 64
 # Blocks of 64 bits compared at once: two such runs and the mask stay in a second-level cache.
 _BLOCKS = 1 << 16
 # Above this share of changed elements their positions cost more than coding every difference.
@@ -173,24 +174,38 @@ def policy_digest(records: Iterable[Record]) -> str:
 
 
 def describe(tensors: Mapping[str, Tensor]) -> tuple[Record, ...]:
-    """The policy as full records (each with its digest) over the tensors laid end to end."""
-    records = []
-    offset = 0
-    for name, tensor in tensors.items():
-        records.append(
-            Record(
-                name=name,
-                dtype=dtype_name(tensor.dtype),
-                shape=tensor.shape,
-                encoding=Encoding.FULL,
-                offset=offset,
-                length=tensor.nbytes,
-                changed=0,
-                digest=digest_of(tensor),
-            )
+    """The policy as full records, each with its digest, laid out by `lay_out`."""
+    return lay_out(
+        Record(
+            name=name,
+            dtype=dtype_name(tensor.dtype),
+            shape=tensor.shape,
+            encoding=Encoding.FULL,
+            offset=0,
+            length=0,
+            changed=0,
+            digest=digest_of(tensor),
         )
-        offset += tensor.nbytes
-    return tuple(records)
+        for name, tensor in tensors.items()
+    )
+
+
+def lay_out(records: Iterable[Record]) -> tuple[Record, ...]:
+    """The same tensors as full records, one after the other, each at a cache line's start."""
+    result = []
+    offset = 0
+    for record in records:
+        length = record.nbytes
+        result.append(
+            replace(record, encoding=Encoding.FULL, offset=offset, length=length, changed=0)
+        )
+        offset = aligned(offset + length)
+    return tuple(result)
+
+
+def aligned(offset: int) -> int:
+    """The next cache line's start."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 # --- Differences

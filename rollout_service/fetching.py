@@ -185,7 +185,8 @@ class Fetcher:
         call = stub.Fetch(request)
         try:
             while not parcel.whole:
-                response = await asyncio.wait_for(call.read(), silence_seconds)
+                async with asyncio.timeout(silence_seconds):
+                    response = await call.read()
                 if response is grpc.aio.EOF:
                     raise WireError(f"a payload that ends at {parcel.received} bytes")
                 room = parcel.payload.size - parcel.received

@@ -8,6 +8,7 @@ reads from it outside `Engine.swap`, so that it generates on whatever happens he
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,18 @@ class HostCopy:
         self._hold(
             dict(tensors), {r.name: r.digest for r in records}, deltas.policy_digest(records)
         )
+
+    def whole(self, manifest: Manifest) -> tuple[Manifest, npt.NDArray[np.uint8]]:
+        """A copy of what is held, as full weights under the manifest that led to it."""
+        assert manifest.digest == self.digest
+        records = deltas.lay_out(manifest.records)
+        length = deltas.aligned(records[-1].offset + records[-1].length)
+        payload = np.zeros(length, dtype=np.uint8)
+        for record in records:
+            words = deltas.words_of(self._tensors[record.name])
+            payload[record.offset : record.offset + record.length] = words.view(np.uint8)
+        full = replace(manifest, base_digest="", records=records, payload_length=length)
+        return full, payload
 
     def stage(self, manifest: Manifest, payload: npt.NDArray[np.uint8]) -> None:
         """Puts the manifest's policy in place of the one held, and verifies every tensor.

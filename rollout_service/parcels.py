@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
+import numpy.typing as npt
 
-from leeway.manifests import Manifest
+from leeway.manifests import Manifest, seal
 from leeway.v1 import weights_pb2 as pb
 
 # Full weights go when nobody has asked for them for so long, once they have been put to use.
@@ -28,14 +29,28 @@ class Parcel:
         payload: uint8 [payload_length].
     """
 
-    def __init__(self, manifest: Manifest, sealed: pb.GetManifestResponse) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        sealed: pb.GetManifestResponse,
+        payload: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
         self.manifest = manifest
         self.sealed = sealed
-        self.payload = np.empty(manifest.payload_length, dtype=np.uint8)
+        self.payload = (
+            np.empty(manifest.payload_length, dtype=np.uint8) if payload is None else payload
+        )
         self.received = 0
         self.failed = False
         self.last_read = 0.0
         self._progress = asyncio.Event()
+
+    @classmethod
+    def of(cls, manifest: Manifest, payload: npt.NDArray[np.uint8]) -> Parcel:
+        """A whole one."""
+        parcel = cls(manifest, seal(manifest), payload)
+        parcel.received = payload.size
+        return parcel
 
     @property
     def key(self) -> tuple[str, str]:
@@ -80,6 +95,9 @@ class Shelf:
         self._clock = clock
         self._parcels: dict[tuple[str, str], Parcel] = {}
         self._arrived = asyncio.Event()
+        self._making = asyncio.Lock()
+        # Full weights, made when somebody asks and there are none; whoever holds weights sets it.
+        self.make_full: Callable[[], Awaitable[Parcel | None]] | None = None
 
     def find(self, digest: str, base_digest: str) -> Parcel | None:
         parcel = self._parcels.get((digest, base_digest))
@@ -106,14 +124,27 @@ class Shelf:
         self._parcels.pop(parcel.key, None)
 
     def leading_to(self, version: int, base_digest: str) -> Parcel | None:
-        """From a base to a version; from nothing, to whatever version there is in full."""
+        """From a base to a version; from nothing, to a version from which deltas lead on."""
         for parcel in reversed(self._parcels.values()):
             manifest = parcel.manifest
-            if manifest.base_digest != base_digest or parcel.failed:
-                continue
-            if manifest.version == version or not base_digest:
+            oldest = version if base_digest else version - _KEPT_DELTAS
+            if (
+                manifest.base_digest == base_digest
+                and oldest <= manifest.version <= version
+                and not parcel.failed
+            ):
                 return parcel
         return None
+
+    async def full(self, version: int) -> Parcel | None:
+        """Full weights of about a version: those there are, or made of what the node holds."""
+        async with self._making:
+            parcel = self.leading_to(version, "")
+            if parcel is None and self.make_full is not None:
+                parcel = await self.make_full()
+                if parcel is not None:
+                    self.put(parcel)
+            return parcel
 
     async def wait_leading_to(
         self, version: int, base_digest: str, deadline_seconds: float

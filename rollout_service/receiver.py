@@ -32,7 +32,7 @@ from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.engines.base import Engine
 from rollout_service.fetching import FIRST_PAUSE, LONGEST_PAUSE, Fetcher
 from rollout_service.host_copy import HostCopy
-from rollout_service.parcels import Shelf
+from rollout_service.parcels import Parcel, Shelf
 from rollout_service.relay import Relay
 
 log = structlog.get_logger(__name__)
@@ -76,6 +76,7 @@ class PolicyReceiver:
         self._fetcher = Fetcher(
             self._stub, self._shelf, node_id, run_id, relay.connect if relay is not None else None
         )
+        self._shelf.make_full = self._make_full
         self._engine = engine
         self._node_id = node_id
         self._run_id = run_id
@@ -83,6 +84,9 @@ class PolicyReceiver:
         self._initial = initial
         self._waits = waits or Waits()
         self._host = HostCopy()
+        # What led to the weights held; and who may touch them.
+        self._manifest: Manifest | None = None
+        self._touching = asyncio.Lock()
         # Digests of the tensors that the engine holds.
         self._loaded: dict[str, str] = {}
         self._incarnation = -1
@@ -164,7 +168,8 @@ class PolicyReceiver:
             call = self._stub.Subscribe(request)
             try:
                 while True:
-                    announcement = await asyncio.wait_for(call.read(), _SILENCE_SECONDS)
+                    async with asyncio.timeout(_SILENCE_SECONDS):
+                        announcement = await call.read()
                     if announcement is grpc.aio.EOF:
                         break
                     pause = FIRST_PAUSE
@@ -236,13 +241,23 @@ class PolicyReceiver:
             # The host copy changes with every version; others still fetch this one.
             payload = payload.copy()
         try:
-            await asyncio.to_thread(self._host.stage, parcel.manifest, payload)
+            async with self._touching:
+                await asyncio.to_thread(self._host.stage, parcel.manifest, payload)
+                self._manifest = parcel.manifest
         except WireError:
             self._shelf.drop(parcel)
             raise
         if self._relay is None:
             self._shelf.drop(parcel)
         return parcel.manifest
+
+    async def _make_full(self) -> Parcel | None:
+        """What is held, for others."""
+        async with self._touching:
+            manifest = self._manifest
+            if manifest is None or manifest.digest != self._host.digest:
+                return None
+            return Parcel.of(*await asyncio.to_thread(self._host.whole, manifest))
 
     async def _apply(self, staged: Manifest | pb.SubscribeResponse, started: float) -> None:
         """Brings the engine to what the host copy holds, and proves that it arrived."""

@@ -35,9 +35,13 @@ class RelayService(pb_grpc.WeightBroadcastServicer):
     async def GetManifest(  # noqa: N802
         self, request: pb.GetManifestRequest, context: Any
     ) -> pb.GetManifestResponse:
-        parcel = await self._shelf.wait_leading_to(
-            request.version, request.base_digest, _MANIFEST_SECONDS
-        )
+        parcel = None
+        if not request.base_digest:
+            parcel = await self._shelf.full(request.version)
+        if parcel is None:
+            parcel = await self._shelf.wait_leading_to(
+                request.version, request.base_digest, _MANIFEST_SECONDS
+            )
         if parcel is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this relay does not have it")
             raise AssertionError("abort raises")

@@ -66,7 +66,8 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
                     said = announcement
                     yield announcement
                 try:
-                    await asyncio.wait_for(changed.wait(), HEARTBEAT_SECONDS)
+                    async with asyncio.timeout(HEARTBEAT_SECONDS):
+                        await changed.wait()
                 except TimeoutError:
                     said = None
         finally:

@@ -17,14 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from leeway.deltas import Tensor, dtype_name, numpy_dtype, words_of
+from leeway.deltas import Tensor, aligned, dtype_name, numpy_dtype, words_of
 from leeway.manifests import Canary
 
 # The broadcasting process holds the newest snapshot, the one it encodes, and the anchor that late
 # joiners load; the trainer writes into the fourth.
 SLOTS = 4
-# Tensors start at cache lines.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ def write(
         tensor = np.ascontiguousarray(tensor).reshape(tensor.shape)
         placed.append(Placed(name, dtype_name(tensor.dtype), tensor.shape, offset))
         _write_at(descriptor, words_of(tensor).data.cast("B"), offset)
-        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        offset = aligned(offset + tensor.nbytes)
     if not placed:
         raise ValueError("a policy without tensors")
     os.ftruncate(descriptor, offset)
