@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import structlog
+from prometheus_client import Counter
 
 from leeway import rpc
 from leeway.errors import InfrastructureError, WireError
@@ -23,6 +24,13 @@ from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.parcels import Parcel, Shelf
 
 log = structlog.get_logger(__name__)
+
+_RECEIVED = Counter(
+    "leeway_weights_received_bytes_total", "Payload bytes received, by who sent them", ["source"]
+)
+_BROKEN = Counter(
+    "leeway_weights_broken_transfers_total", "Transfers that had to go on or elsewhere"
+)
 
 # The publisher may take as long to answer, and between two chunks; a parent less.
 PUBLISHER_SECONDS = 60.0
@@ -77,6 +85,7 @@ class Fetcher:
                 log.info("a relay has not got it", relay=parent, cause=str(error))
                 break
             except InfrastructureError as error:
+                _BROKEN.inc()
                 log.warning("a relay does not answer", relay=parent, cause=str(error))
                 response = await rpc.call(
                     self._publisher.Reparent,
@@ -132,6 +141,7 @@ class Fetcher:
                 raise InfrastructureError(
                     f"{what}: stuck at {parcel.received} of {parcel.payload.size} bytes: {problem}"
                 )
+            _BROKEN.inc()
             log.info("a transfer goes on", at=parcel.received, cause=str(problem))
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -182,6 +192,7 @@ class Fetcher:
             base_digest=parcel.manifest.base_digest,
             offset=parcel.received,
         )
+        received = _RECEIVED.labels("publisher" if stub is self._publisher else "relay")
         call = stub.Fetch(request)
         try:
             while not parcel.whole:
@@ -190,7 +201,9 @@ class Fetcher:
                 if response is grpc.aio.EOF:
                     raise WireError(f"a payload that ends at {parcel.received} bytes")
                 room = parcel.payload.size - parcel.received
-                parcel.add(check_chunk(response, parcel.received, room))
+                data = check_chunk(response, parcel.received, room)
+                parcel.add(data)
+                received.inc(len(data))
         except TimeoutError as error:
             raise InfrastructureError(f"no chunk for {silence_seconds:g} s") from error
         finally:

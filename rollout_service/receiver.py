@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import structlog
+from prometheus_client import Counter, Gauge, Histogram
 
 from leeway import rpc
 from leeway.config import UpdateMode, WeightsConfig
@@ -36,6 +37,16 @@ from rollout_service.parcels import Parcel, Shelf
 from rollout_service.relay import Relay
 
 log = structlog.get_logger(__name__)
+
+_VERSION = Gauge("leeway_weights_version", "Version that the engine holds, verified")
+_LAG = Gauge("leeway_weights_lag_versions", "Versions between the newest announced and that one")
+_STAGE_SECONDS = Histogram(
+    "leeway_weights_stage_seconds", "From an announcement to verified weights"
+)
+_PAUSE_SECONDS = Histogram("leeway_weights_pause_seconds", "Standstill of generation in an update")
+_REFUSED = Counter(
+    "leeway_weights_refused_total", "Updates that failed verification, by where", ["at"]
+)
 
 # The broadcaster speaks every 10 seconds; a connection that is silent for longer is given up.
 _SILENCE_SECONDS = 30.0
@@ -200,6 +211,7 @@ class PolicyReceiver:
         async with self._changed:
             self._target = announcement
             self._changed.notify_all()
+        _LAG.set(max(0, announcement.version - self._version))
 
     # --- Updates
 
@@ -245,6 +257,7 @@ class PolicyReceiver:
                 await asyncio.to_thread(self._host.stage, parcel.manifest, payload)
                 self._manifest = parcel.manifest
         except WireError:
+            _REFUSED.labels("staging").inc()
             self._shelf.drop(parcel)
             raise
         if self._relay is None:
@@ -290,12 +303,17 @@ class PolicyReceiver:
                     f"from the trainer's, more than {manifest.canary.tolerance:g}; the engine does "
                     "not hold the weights it was given"
                 )
+                _REFUSED.labels("canary").inc()
                 report.state, report.message = pb.NODE_STATE_FAILED, message
                 await self._report(report)
                 raise CanaryError(message)
         async with self._changed:
             self._incarnation, self._version = staged.incarnation, version
             self._changed.notify_all()
+        _VERSION.set(version)
+        _LAG.set(max(0, self._target.version - version) if self._target is not None else 0)
+        _STAGE_SECONDS.observe(report.stage_seconds)
+        _PAUSE_SECONDS.observe(pause)
         report.state, report.pause_seconds = pb.NODE_STATE_APPLIED, pause
         await self._report(report)
         log.info(

@@ -14,7 +14,7 @@ from leeway import rpc
 from leeway.config import SecurityConfig, TelemetryConfig, UpdateMode, WeightsConfig
 from leeway.deltas import Tensor
 from leeway.manifests import Canary
-from rollout_service.engines.base import EngineStats, GenerateRequest, Generation
+from rollout_service.engines.base import Engine, EngineStats, GenerateRequest, Generation
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.relay import Relay
 from trainer_service.weight_broadcast import WeightPublisher
@@ -120,7 +120,7 @@ def publish(target: WeightPublisher, version: int, trainer: Trainer) -> None:
 @asynccontextmanager
 async def node(
     address: str,
-    engine: MemoryEngine,
+    engine: Engine,
     initial: Mapping[str, Tensor] | None = None,
     node_id: str = "node",
     relay: Relay | None = None,

@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 
+import numpy as np
 import pytest
-from support import DEADLINE, MemoryEngine, Trainer, node, publish, publisher, same
+from support import DEADLINE, OPEN, MemoryEngine, Trainer, node, publish, publisher, same
 
+from leeway.deltas import Tensor
 from leeway.errors import LeewayError
 from rollout_service.receiver import CanaryError
 from trainer_service.weight_broadcast import WeightPublisher
+from trainer_service.weight_broadcast.listing import list_nodes
 
 
 async def test_a_node_that_loaded_the_same_weights_fetches_nothing() -> None:
@@ -173,3 +176,40 @@ async def _until(condition) -> None:  # type: ignore[no-untyped-def]
     async with asyncio.timeout(DEADLINE):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_adapters_travel_whole_under_the_same_protocol() -> None:
+    """A policy is the tensors it is published with: LoRA adapters alone as well as all weights."""
+    random = np.random.default_rng(0)
+    engine = MemoryEngine()
+
+    def adapters() -> dict[str, Tensor]:
+        shapes = {"q_proj.lora_A.weight": (8, 64), "q_proj.lora_B.weight": (64, 8)}
+        return {name: random.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+    with publisher() as broadcast:
+        async with node(broadcast.address, engine) as receiver:
+            for version in range(3):
+                policy = adapters()
+                broadcast.publish(version, policy.items())
+                await receiver.wait_for(version, DEADLINE)
+                assert same(engine.weights, policy)
+
+
+async def test_the_listing_says_who_has_what() -> None:
+    trainer = Trainer()
+    with publisher() as broadcast:
+        publish(broadcast, 4, trainer)
+        async with node(broadcast.address, MemoryEngine(), node_id="a") as receiver:
+            await receiver.wait_for(4, DEADLINE)
+
+            async def applied() -> bool:
+                version, rows = await list_nodes(broadcast.address, OPEN)
+                assert version == 4
+                return [(r.node_id, r.version, r.state, r.connected, r.lag) for r in rows] == [
+                    ("a", 4, "applied", True, 0)
+                ]
+
+            async with asyncio.timeout(DEADLINE):
+                while not await applied():
+                    await asyncio.sleep(0.01)

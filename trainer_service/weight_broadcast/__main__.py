@@ -1,8 +1,8 @@
 """The broadcasting process; `WeightPublisher` starts it and speaks with it over its pipes.
 
 In: one line of JSON a message, the `Setup` first, then snapshots. Out: the address that it serves
-on, then for each snapshot its version, once announced, and the slots that are free again. It ends
-when its input does, or its parent.
+on, then for each snapshot its version, once announced, and the slots that are free again, and
+metrics. It ends when its input does, or its parent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trainer_service.weight_broadcast.store import PolicyStore
 from trainer_service.weight_broadcast.tree import RelayTree
 
 _PR_SET_PDEATHSIG = 1
+_METRICS_SECONDS = 2.0
 # A line describes every tensor of a policy.
 _LONGEST_LINE = 64 << 20
 
@@ -55,10 +56,18 @@ async def main() -> None:
     security = SecurityConfig.model_validate(setup["security"])
     async with rpc.serve(weights.address, security, add, grace_seconds=0.2) as server:
         _say(address=server.address)
+        metrics = asyncio.create_task(_say_metrics(service))
         while line := await lines.readline():
             snapshot = Snapshot.from_json(json.loads(line))
             freed = await service.publish(snapshot)
             _say(announced=snapshot.version, freed=freed)
+        metrics.cancel()
+
+
+async def _say_metrics(service: BroadcastService) -> None:
+    while True:
+        await asyncio.sleep(_METRICS_SECONDS)
+        _say(metrics=service.metrics())
 
 
 def _die_with_parent() -> None:

@@ -66,6 +66,10 @@ class Nodes:
         """The digests that live nodes hold."""
         return {node.digest for node in self._nodes.values() if node.subscriptions}
 
+    def lags(self, newest: int) -> list[int]:
+        """By how many versions each live node is behind."""
+        return [newest - n.report.version for n in self._nodes.values() if n.subscriptions]
+
     def rows(self) -> list[pb.NodeWeights]:
         now = self._clock()
         return [

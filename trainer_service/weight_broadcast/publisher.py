@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import structlog
+from prometheus_client import Counter, Gauge, Histogram
 
 from leeway.config import SecurityConfig, TelemetryConfig, WeightsConfig
 from leeway.deltas import Tensor
@@ -31,6 +32,23 @@ from trainer_service.weight_broadcast import snapshots
 from trainer_service.weight_broadcast.snapshots import SLOTS, Snapshot
 
 log = structlog.get_logger(__name__)
+
+_GAUGES = {
+    "published_version": Gauge("leeway_weights_published_version", "Newest version announced"),
+    "full_bytes": Gauge("leeway_weights_full_bytes", "Size of full weights"),
+    "delta_bytes": Gauge("leeway_weights_delta_bytes", "Payload from one version to the newest"),
+    "changed_ratio": Gauge("leeway_weights_changed_ratio", "Elements that the last delta changed"),
+    "encode_seconds": Gauge("leeway_weights_encode_seconds", "To compare, hash and encode it"),
+    "nodes": Gauge("leeway_weights_nodes", "Nodes that are subscribed"),
+    "lag_versions_max": Gauge(
+        "leeway_weights_lag_versions_max", "Versions by which the last subscribed node is behind"
+    ),
+    "served_bytes": Gauge("leeway_weights_served_bytes", "Payload bytes sent by this process"),
+}
+_SNAPSHOT_SECONDS = Histogram(
+    "leeway_weights_snapshot_seconds", "Seconds that the trainer spends on a snapshot"
+)
+_RESTARTS = Counter("leeway_weights_restarts_total", "Deaths of the broadcasting process")
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 5.0
@@ -125,7 +143,8 @@ class WeightPublisher:
             self._writing = slot
         snapshot = None
         try:
-            snapshot = snapshots.write(self._slots[slot], slot, version, tensors, canary)
+            with _SNAPSHOT_SECONDS.time():
+                snapshot = snapshots.write(self._slots[slot], slot, version, tensors, canary)
         finally:
             with self._changed:
                 self._writing = None
@@ -210,6 +229,7 @@ class WeightPublisher:
                     return
                 deaths.append(now)
                 self._take_back()
+            _RESTARTS.inc()
             log.error("the weight broadcast ended; it is started again", code=code)
             time.sleep(_RESTART_PAUSE_SECONDS)
 
@@ -250,13 +270,19 @@ class WeightPublisher:
             "slots": self._slots,
             "weights": weights.model_dump(mode="json"),
             "security": security,
-            "telemetry": self._telemetry.model_dump(mode="json"),
+            # The metrics of both processes are on the trainer's endpoint.
+            "telemetry": self._telemetry.model_copy(update={"metrics_address": None}).model_dump(
+                mode="json"
+            ),
         }
 
     def _heard(self, message: dict[str, Any]) -> None:
         with self._changed:
             if "address" in message:
                 self._address = message["address"]
+            elif "metrics" in message:
+                for name, value in message["metrics"].items():
+                    _GAUGES[name].set(value)
             else:
                 self._announced, self._encoding = self._encoding, None
                 self._free.update(message["freed"])

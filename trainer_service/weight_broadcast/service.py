@@ -7,6 +7,7 @@ thread; the store's state changes on the event loop alone.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -35,21 +36,35 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
         self._chunk_bytes = chunk_bytes
         self._changed = asyncio.Event()
         self._composing = asyncio.Lock()
+        self._metrics: dict[str, float] = {}
+        self._served_bytes = 0
 
     async def publish(self, snapshot: Snapshot) -> list[int]:
         """Encodes, offers, announces; returns the slots that are free now."""
+        started = time.monotonic()
         prepared = await asyncio.to_thread(self._store.prepare, snapshot)
         async with self._composing:
             freed = self._store.commit(prepared, self._nodes.in_use())
         self._wake()
-        log.info(
-            "policy announced",
-            version=snapshot.version,
-            digest=prepared.policy.digest,
-            full_bytes=len(prepared.policy.payload),
-            delta_bytes=len(prepared.link.delta.payload) if prepared.link is not None else None,
-        )
+        self._metrics |= {
+            "published_version": snapshot.version,
+            "full_bytes": len(prepared.policy.payload),
+            "delta_bytes": prepared.link.nbytes if prepared.link is not None else 0,
+            "changed_ratio": prepared.link.changed_ratio if prepared.link is not None else 0.0,
+            "encode_seconds": time.monotonic() - started,
+        }
+        log.info("policy announced", digest=prepared.policy.digest, **self._metrics)
         return freed
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last version, and of the fleet as it is now."""
+        newest = self._store.newest
+        lags = self._nodes.lags(newest.version) if newest is not None else []
+        return self._metrics | {
+            "nodes": len(lags),
+            "lag_versions_max": max(lags, default=0),
+            "served_bytes": self._served_bytes,
+        }
 
     async def Subscribe(  # noqa: N802
         self, request: pb.SubscribeRequest, context: Any
@@ -129,6 +144,7 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
                     grpc.StatusCode.NOT_FOUND, "this payload is not on offer any more"
                 )
                 return
+            self._served_bytes += len(part)
             yield chunk(part, offset)
 
     async def Report(  # noqa: N802

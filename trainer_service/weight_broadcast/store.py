@@ -54,6 +54,20 @@ class Link:
     digest: str
     delta: Delta
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.delta.payload)
+
+    @property
+    def changed_ratio(self) -> float:
+        """Elements that change, of all; those of dense and full tensors count as changed."""
+        changed = total = 0
+        for record in self.delta.records:
+            whole = record.encoding in (Encoding.DENSE, Encoding.FULL)
+            changed += record.elements if whole else record.changed
+            total += record.elements
+        return changed / max(total, 1)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
@@ -227,7 +241,7 @@ class PolicyStore:
         for digest in needed:
             after = self._after(digest)
             start = start if after is None else min(start, after)
-        weights = [len(link.delta.payload) for link in self._chain]
+        weights = [link.nbytes for link in self._chain]
         while sum(weights[start:]) > len(self._newest.payload):
             start += 1
         del self._chain[:start]
