@@ -81,8 +81,8 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(hidden @ head.T / temperature) at the targets, and its entropy in nats.
 
-    Differentiable once, in `hidden` and `head`. The head's gradient is added to `head.grad` in place:
-    it is the largest one, and passing it through the graph would copy it.
+    Differentiable once, in `hidden` and `head`. The head's gradient is added to `head.grad` in
+    place: it is the largest one, and passing it through the graph would copy it.
 
     Args:
         hidden: float [r, d].
