@@ -7,8 +7,8 @@ wrong digest brings full weights, a peer that is away is dialled again. What goe
 swap is not: a canary that deviates means that the engine does not hold the weights it was given,
 and the node stops.
 
-One task listens to announcements, one follows them; only the newest counts, so that versions may
-skip.
+One task listens to announcements, one follows them, one reports; only the newest counts, so that
+versions may skip.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from leeway import rpc
 from leeway.config import UpdateMode, WeightsConfig
 from leeway.deltas import Tensor
 from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError, WireError
-from leeway.manifests import Manifest
+from leeway.manifests import Canary, Manifest
 from leeway.telemetry import Waits
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
@@ -105,6 +105,7 @@ class PolicyReceiver:
         self._failure: LeewayError | None = None
         self._target: pb.SubscribeResponse | None = None
         self._changed = asyncio.Condition()
+        self._reports: asyncio.Queue[pb.ReportRequest] = asyncio.Queue()
 
     @property
     def version(self) -> int:
@@ -148,7 +149,8 @@ class PolicyReceiver:
             await asyncio.to_thread(self._host.adopt, self._initial)
             self._loaded = dict(self._host.digests)
             self._initial = None
-        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._follow())]
+        loops = (self._listen(), self._follow(), self._report())
+        tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -275,58 +277,63 @@ class PolicyReceiver:
     async def _apply(self, staged: Manifest | pb.SubscribeResponse, started: float) -> None:
         """Brings the engine to what the host copy holds, and proves that it arrived."""
         manifest = staged if isinstance(staged, Manifest) else None
-        version = staged.version
         report = pb.ReportRequest(
             node_id=self._node_id,
-            version=version,
+            version=staged.version,
             digest=self._host.digest,
             state=pb.NODE_STATE_STAGED,
             stage_seconds=time.monotonic() - started,
             bytes_received=manifest.payload_length if manifest is not None else 0,
         )
-        await self._report(report)
-        digests = self._host.digests
+        self._reports.put_nowait(report)
+        digests = dict(self._host.digests)
         changed = {
             name: self._host.tensor(name)
             for name, digest in digests.items()
             if self._loaded.get(name) != digest
         }
-        pause = await self._engine.swap(changed, version, self._mode)
-        self._loaded = dict(digests)
+        pause = await self._engine.swap(changed, staged.version, self._mode)
+        self._loaded = digests
         if manifest is not None and manifest.canary is not None:
-            deviation = manifest.canary.deviation(
-                await self._engine.logprobs(manifest.canary.token_ids)
-            )
-            if not deviation <= manifest.canary.tolerance:
-                message = (
-                    f"version {version}: the canary's log-probabilities differ by {deviation:.3g} "
-                    f"from the trainer's, more than {manifest.canary.tolerance:g}; the engine does "
-                    "not hold the weights it was given"
-                )
-                _REFUSED.labels("canary").inc()
-                report.state, report.message = pb.NODE_STATE_FAILED, message
-                await self._report(report)
-                raise CanaryError(message)
+            try:
+                await self._prove(manifest.version, manifest.canary)
+            except CanaryError as error:
+                await self._send(_next(report, pb.NODE_STATE_FAILED, message=str(error)))
+                raise
         async with self._changed:
-            self._incarnation, self._version = staged.incarnation, version
+            self._incarnation, self._version = staged.incarnation, staged.version
             self._changed.notify_all()
-        _VERSION.set(version)
-        _LAG.set(max(0, self._target.version - version) if self._target is not None else 0)
+        self._reports.put_nowait(_next(report, pb.NODE_STATE_APPLIED, pause_seconds=pause))
+        _VERSION.set(staged.version)
+        _LAG.set(max(0, self._target.version - staged.version) if self._target is not None else 0)
         _STAGE_SECONDS.observe(report.stage_seconds)
         _PAUSE_SECONDS.observe(pause)
-        report.state, report.pause_seconds = pb.NODE_STATE_APPLIED, pause
-        await self._report(report)
         log.info(
             "policy applied",
-            version=version,
+            version=staged.version,
             tensors=len(changed),
             bytes=report.bytes_received,
             stage_seconds=round(report.stage_seconds, 4),
             pause_seconds=round(pause, 4),
         )
 
-    async def _report(self, report: pb.ReportRequest) -> None:
-        """Tells the broadcaster; that it does not hear it keeps no weights back."""
+    async def _prove(self, version: int, canary: Canary) -> None:
+        deviation = canary.deviation(await self._engine.logprobs(canary.token_ids))
+        if not deviation <= canary.tolerance:
+            _REFUSED.labels("canary").inc()
+            raise CanaryError(
+                f"version {version}: the canary's log-probabilities differ by {deviation:.3g} from "
+                f"the trainer's, more than {canary.tolerance:g}; the engine does not hold the "
+                "weights it was given"
+            )
+
+    # --- Reports: beside the updates, which never wait for the broadcaster to hear of them
+
+    async def _report(self) -> None:
+        while True:
+            await self._send(await self._reports.get())
+
+    async def _send(self, report: pb.ReportRequest) -> None:
         try:
             await rpc.call(
                 self._stub.Report,
@@ -336,3 +343,11 @@ class PolicyReceiver:
             )
         except LeewayError as error:
             log.warning("a report was not heard", cause=str(error))
+
+
+def _next(report: pb.ReportRequest, state: pb.NodeState, **fields: Any) -> pb.ReportRequest:
+    """The report on the next state of the same version."""
+    following = pb.ReportRequest()
+    following.CopyFrom(report)
+    following.MergeFrom(pb.ReportRequest(state=state, **fields))
+    return following
