@@ -9,7 +9,8 @@ of each.
 ratio_to_padded: Groups of 8 with log-normal answer lengths, the longest 5 times the median of 32; a
     group's prompt is as long as its mean answer. Tokens are random, so that nothing but the prompts
     is shared. The plain side is what a simple GRPO does: rows padded to the longest, logits and
-    log_softmax at all positions, `clip_grad_norm_`, `torch.optim.AdamW`; four rows at a time. Takes 8 GB.
+    log_softmax at all positions, `clip_grad_norm_`, `torch.optim.AdamW`; four rows at a time. It
+    takes 8 GB.
 small_step_cpu_s: CPU-seconds of our step on 4 groups x 4 answers of 32 tokens, prompts of 60.
 """
 
