@@ -26,6 +26,7 @@ from leeway.trajectory import Group
 from trainer_service.algorithms.objective import Objective, plan_step
 from trainer_service.backends.base import DivergedError
 from trainer_service.backends.token_scores import token_scores
+from trainer_service.backends.optimizer import dither
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.batching import PackedBatch, pack
 
@@ -275,3 +276,19 @@ def test_a_model_with_scaled_embeddings_is_followed(tmp_path: Path) -> None:
         )
     ).save_pretrained(tmp_path)
     TorchBackend(tmp_path, CONFIG)
+
+
+def test_masters_begin_spread_over_their_rounding_cells() -> None:
+    """A step smaller than a cell moves a fair share of the bf16 weights, not none of them."""
+    generator = torch.Generator().manual_seed(1)
+    values = (torch.randn(100_000, generator=generator) * 0.05).to(torch.bfloat16).float()
+    values[0] = 0.0
+    masters = values.clone()
+    dither(masters, torch.Generator().manual_seed(0))
+    assert torch.equal(masters.to(torch.bfloat16).float(), values)
+    cell = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(1e-30))) - 7)
+    moved = (masters + 0.1 * cell).to(torch.bfloat16).float() != values
+    assert 0.09 < float(moved.float().mean()) < 0.11
+    spread = masters.clone()
+    dither(masters, torch.Generator().manual_seed(2))
+    assert torch.equal(masters, spread), "what is spread already stays"

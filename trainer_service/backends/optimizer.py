@@ -4,6 +4,11 @@ The model computes with working weights: the masters rounded to bf16, kept in th
 dtype. Gradients arrive on the working weights and apply to the masters. What must hold: after every
 step, and after loading, working = round(masters); a gradient that is not finite leaves everything
 untouched.
+
+Masters that begin as bf16 values stand in the middle of their rounding cell: at RL's learning rates
+none but the smallest would reach its border for many steps, and the policy would stand still. So
+each begins at a random place in its cell (`dither`). The policy is the same to the bit, and from the
+first step on it moves as far as its masters do, on average.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from trainer_service.backends.base import DivergedError, StepResult
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements updated at once: a chunk is rounded while it is still in the cache."""
+DITHER_SEED = 0
+"""The same for every run: ranks and lives of a trainer must begin with the same masters."""
 
 
 class MasterAdamW:
@@ -35,6 +42,10 @@ class MasterAdamW:
         self._masters = {
             name: tensor.detach().to(torch.float32, copy=True) for name, tensor in working.items()
         }
+        if round_to_bf16:
+            generator = torch.Generator().manual_seed(DITHER_SEED)
+            for master in self._masters.values():
+                dither(master, generator)
         self._first = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._steps = 0
@@ -143,6 +154,24 @@ class MasterAdamW:
     def _refresh(self) -> None:
         for name, tensor in self._working.items():
             self._copy(tensor, self._masters[name])
+
+
+def dither(master: Tensor, generator: torch.Generator) -> None:
+    """Moves each bf16 value to a random place among the numbers that round to it, in place.
+
+    A float32's bits, read as an integer, count the numbers of its sign by magnitude; the upper half
+    is its bf16 value, and all integers less than 2^15 away round to it. Zeros stay zeros, and a
+    tensor that holds other than bf16 values stays as it is: its masters are spread already.
+
+    Args:
+        master: float32, contiguous.
+    """
+    bits = master.view(torch.int32).view(-1)
+    for chunk in torch.split(bits, CHUNK_ELEMENTS):
+        if (chunk & 0xFFFF).any():
+            return
+        offset = torch.randint(-0x7FFF, 0x8000, chunk.shape, generator=generator, dtype=torch.int32)
+        chunk += torch.where((chunk & 0x7FFFFFFF) == 0, 0, offset.to(chunk.device))
 
 
 def _dense(gradient: Tensor) -> Tensor:
