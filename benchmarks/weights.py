@@ -16,9 +16,10 @@ encode_vs_memcpy, apply_vs_memcpy: Full size over the time to find no change, an
     Publish, encode, hash, send, receive, verify, apply: all processes, per version.
 step_slowdown: Seconds that `publish` takes from the trainer, over a training step of 64 such
 samples.
-pause_vs_full_load: The torch engine's pause for the elements that a delta changes, over that for
-    all tensors. tokens_kept: Its tokens per CPU-second under 20 such updates,
-    a second apart, over those without.
+pause_vs_full_load: The torch engine's pause for the elements that a delta changes, over loading the
+    full weights: from the file (in the page cache) into the engine. pause_vs_full_swap: Over its
+    pause for all tensors from host memory. Seconds on the wall, best of three.
+tokens_kept: Its tokens per CPU-second under 20 such updates, a second apart, over those without.
 egress_copies_64, fleet_time_ratio: 64 nodes under a relay tree of fan-out 4, a tenth killed while
     the payload flows, a slow link (simulated) between clusters: payloads that left the publisher,
     and seconds on the wall until all have it, over those of one node alone.
@@ -39,6 +40,7 @@ import grpc
 import numpy as np
 import torch
 from common import finish
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leeway import deltas, models, rpc, telemetry
@@ -276,6 +278,18 @@ async def pauses(
         version += 1
         return await engine.swap(updates, version, UpdateMode.IN_PLACE)
 
+    async def load() -> float:
+        started = time.perf_counter()
+        files = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+        tensors = {
+            name: tensor.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+            for file in files
+            for name, tensor in file.items()
+        }
+        await pause(tensors)
+        return time.perf_counter() - started
+
+    loading = min([await load() for _ in range(3)])
     full = min([await pause(dict(base)) for _ in range(3)])
     sparse = min([await pause(updates) for updates in (forth, back) * 2])
 
@@ -315,7 +329,11 @@ async def pauses(
         without = await speed(0)
         kept.append(await speed(20) / without)
     await engine.close()
-    return {"pause_vs_full_load": sparse / full, "tokens_kept": float(np.median(kept))}
+    return {
+        "pause_vs_full_load": sparse / loading,
+        "pause_vs_full_swap": sparse / full,
+        "tokens_kept": float(np.median(kept)),
+    }
 
 
 # --- A fleet behind a slow link
