@@ -1,8 +1,8 @@
 """The rollout node: lease, generate, score, push.
 
-One node runs supervised loops: it leases tasks while the engine has room, rolls each lease out, keeps
-its leases alive with heartbeats, and receives new policies. A failure of one trajectory costs its
-group one attempt and nothing else; a failure of a loop ends the node with its reason.
+One node runs supervised loops: it leases tasks while the engine has room, rolls each lease out,
+keeps its leases alive with heartbeats, and receives new policies. A failure of one trajectory costs
+its group one attempt and nothing else; a failure of a loop ends the node with its reason.
 
 On `stop` the node drains: it leases nothing more, aborts what runs, returns the partial generations
 to the queue for other nodes to continue, and ends.
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 import xxhash
-from trajectory_queue.client import FailureKind, Lease, RolloutQueue
 
 from leeway.config import Config
 from leeway.errors import DataError, EngineError, InfrastructureError, LeewayError, RewardError
@@ -29,6 +28,7 @@ from rollout_service.engines.base import Engine, GenerateRequest, Generation
 from rollout_service.prompts import Renderer
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.rewards import RewardPool
+from trajectory_queue.client import FailureKind, Lease, RolloutQueue
 
 log = structlog.get_logger(__name__)
 

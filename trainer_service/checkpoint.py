@@ -62,13 +62,20 @@ class Checkpoints:
         self._sweep()
 
     def save(
-        self, step: int, write: Callable[[Path], None], extra: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        flush: bool = True,
     ) -> Checkpoint:
         """Makes `step` the newest generation, durably, and drops the oldest beyond those kept.
 
         Args:
             write: Writes weights and optimizer into the directory it is given (`Backend.save`).
             extra: JSON values that must be as old as the weights.
+            flush: Without, it survives the end of the process at once, but a crash of the machine
+                only when the system has written it back: for a process that is asked to end.
 
         Raises:
             DataError: LATEST already names this step or a later one; generations are immutable.
@@ -91,17 +98,19 @@ class Checkpoints:
             "extra": dict(extra or {}),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (*partial.iterdir(), partial):
+        for path in (*partial.iterdir(), partial) if flush else ():
             _flush(path)
         final = self._directory / name
         _remove(final)
         partial.rename(final)
-        _flush(self._directory)
         pointer = self._directory / f"{TEMPORARY}{LATEST}"
         pointer.write_text(name)
-        _flush(pointer)
+        if flush:
+            _flush(self._directory)
+            _flush(pointer)
         pointer.replace(self._directory / LATEST)
-        _flush(self._directory)
+        if flush:
+            _flush(self._directory)
         self._sweep()
         return Checkpoint(final, step, manifest["extra"])
 

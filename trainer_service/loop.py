@@ -7,19 +7,21 @@ event loop keeps talking to the queue meanwhile. What must hold:
   before the batch is committed, and only committed batches free their places.
 - Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
   the loop checks that once more.
-- A stop takes effect between two micro-batches. The checkpoint is of the last whole version.
+- A stop takes effect at once, also in the middle of a forward pass: gradients change nothing that a
+  checkpoint holds. `_gate` keeps the optimizer out while it is written; what it holds is the last
+  whole version.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 import structlog
-from trajectory_queue.client import Batch, TrainerQueue
 
 from leeway.config import Config, OverBudget
 from leeway.errors import ConfigError, LeewayError
@@ -28,11 +30,12 @@ from leeway.telemetry import Spans
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
 from trainer_service.algorithms.objective import Objective, plan_step
-from trainer_service.backends.base import Backend, Loss
-from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.backends.base import Backend
+from trainer_service.batching import StepPlan
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.record import Record, StepTimes
 from trainer_service.weight_broadcast.publisher import WeightPublisher
+from trajectory_queue.client import Batch, TrainerQueue
 
 log = structlog.get_logger(__name__)
 
@@ -98,6 +101,10 @@ class Trainer:
         self._checked_engine = False
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
+        # Held while the optimizer changes weights, and for good once the process stops.
+        self._gate = threading.Lock()
+        # Whether weights have changed since `_position.version`.
+        self._changed = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Trains until `trainer.steps` batches are done or `stop` is set; leaves a checkpoint."""
@@ -114,9 +121,9 @@ class Trainer:
                     await self._evaluate("after")
                     feeder.cancel()
             except* Stopped:
-                log.info("stopping", version=self._position.version)
-            await self._checkpoint()
-            if not stop.is_set():
+                await self._checkpoint_at_stop()
+            else:
+                await self._checkpoint()
                 await self._queue.drain()
 
     async def _step(self) -> None:
@@ -125,8 +132,9 @@ class Trainer:
         with self._spans.span("lease"), times.waiting():
             batch = await self._lease()
         with self._spans.span("learn"), times.learning():
-            learned = await self._compute(self._learn, batch.groups)
+            learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
         self._position.version += 1
+        self._changed = False
         with self._spans.span("publish"), times.publishing():
             await self._publish()
         await self._queue.commit(
@@ -157,11 +165,12 @@ class Trainer:
             plans = [self._with_proximal(plan) for plan in plans]
         objectives = [Objective(trainer.algorithm, self._position.version) for _ in plans]
         for index, (plan, objective) in enumerate(zip(plans, objectives, strict=True)):
-            # Versions are whole batches: once the weights have changed, the batch is finished.
-            loss = self._stoppable(objective) if index == 0 else objective
-            result = self._backend.step(plan.microbatches, loss)
+            self._backend.accumulate(plan.microbatches, objective)
             if index == 0:
                 self._check_engine(objective)
+            with self._gate:
+                self._changed = True
+                result = self._backend.apply()
         return Learned(plans, objectives, result.grad_norm, result.lr)
 
     def _with_proximal(self, plan: StepPlan) -> StepPlan:
@@ -185,14 +194,6 @@ class Trainer:
                 f"trainer's own version, bound {_MOST_MISMATCH_KL}; see that both use the same "
                 "model, temperature and precision"
             )
-
-    def _stoppable(self, loss: Loss) -> Loss:
-        def checked(batch: PackedBatch, logprobs: Any, entropy: Any) -> Any:
-            if self._stop.is_set():
-                raise Stopped
-            return loss(batch, logprobs, entropy)
-
-        return checked
 
     # The queue -----------------------------------------------------------------------------------
 
@@ -281,6 +282,23 @@ class Trainer:
         self._saved_version = version
         await self._queue.checkpointed(version)
 
+    async def _checkpoint_at_stop(self) -> None:
+        """Saves while the compute thread may be in the middle of a gradient that nobody needs."""
+        log.info("stopping", version=self._position.version)
+        await asyncio.to_thread(self._gate.acquire)
+        if self._changed:
+            # Between two versions: the last checkpoint stands, and the queue gives the rest back.
+            return
+        if self._saved_version != self._position.version:
+            self._position.sampler = self._sampler.state()
+            await asyncio.to_thread(
+                self._checkpoints.save,
+                self._position.version,
+                self._backend.save,
+                asdict(self._position),
+                flush=False,
+            )
+
     # Running -------------------------------------------------------------------------------------
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
@@ -288,6 +306,7 @@ class Trainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def _unless_stopped(self, wait: Awaitable[T]) -> T:
+        """Raises `Stopped` when asked to end first; work in the compute thread goes on unheard."""
         waiting = asyncio.ensure_future(wait)
         stopping = asyncio.create_task(self._stop.wait())
         try:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from trajectory_queue.client import TrainerQueue
-
 from leeway import models, rpc
 from leeway.config import Config
 from leeway.tasks import Sampler, open_source
@@ -15,6 +13,7 @@ from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
 from trainer_service.weight_broadcast.publisher import WeightPublisher
+from trajectory_queue.client import TrainerQueue
 
 
 async def serve(config: Config, *, stop: asyncio.Event) -> None:

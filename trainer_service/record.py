@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prometheus_client import Gauge
-from trajectory_queue.client import Batch
 
 from leeway.trajectory import Trajectory
+from trajectory_queue.client import Batch
 
 if TYPE_CHECKING:
     from trainer_service.loop import Learned

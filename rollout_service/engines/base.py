@@ -1,7 +1,8 @@
 """The engine's contract.
 
-An engine turns token ids into token ids. It holds the weights, so it alone stamps the policy version
-on what it samples. The node calls it from its event loop; an engine does its heavy work elsewhere.
+An engine turns token ids into token ids. It holds the weights, so it alone stamps the policy
+version on what it samples. The node calls it from its event loop; an engine does its heavy work
+elsewhere.
 
 The order of an update is strict: the caller stages and verifies the weights on the host, then
 `swap`, which pauses, applies, and resumes by itself between two decode steps.
@@ -77,8 +78,8 @@ class Engine(Protocol):
     """An inference engine.
 
     Errors: `EngineError` for a request it cannot serve (too long for the context, an id outside the
-    vocabulary), raised by `generate` before anything is queued; `InfrastructureError` when the engine
-    itself is broken.
+    vocabulary), raised by `generate` before anything is queued; `InfrastructureError` when the
+    engine itself is broken.
     """
 
     @property
@@ -110,7 +111,7 @@ class Engine(Protocol):
     async def swap(
         self, tensors: Mapping[str, npt.NDArray[Any]], version: int, mode: UpdateMode
     ) -> float:
-        """Puts the given tensors (Hugging Face names; only those that changed; bf16 as uint16) in place.
+        """Puts tensors in place: under Hugging Face names, those that changed; bf16 as uint16.
 
         Returns once the new version generates: the seconds for which generation stood still.
         """

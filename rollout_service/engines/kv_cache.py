@@ -1,9 +1,9 @@
 """The key-value cache, and attention over it.
 
 A step is one forward pass over packed tokens without padding: first one token for each of the
-slots 0 .. decode-1, which attends to its slot, then whole sequences (spans), which attend to
-themselves and are written into slots. Slots are dense: those in use are always the first ones, so
-attention reads nothing else. Keys lie transposed, [layer, slot, head, dim, token], which makes both
+slots 0 .. decode-1, which attends to its slot, then joining sequences (spans), which attend to
+themselves, and to the kept prefix that they begin with, and are written into slots. Slots are
+dense: those in use are always the first ones, so attention reads nothing else. Keys lie transposed, [layer, slot, head, dim, token], which makes both
 products of attention plain matrix products; queries of a group share their key-value head without
 copies.
 
@@ -34,11 +34,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Packed tokens start .. stop-1 are a whole sequence, to be kept in `slots`."""
+    """Packed tokens start .. stop-1 are a sequence, to be kept in `slots`: whole, or what follows
+    the first `prefix` tokens of the kept prefix."""
 
     start: int
     stop: int
     slots: slice
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,12 @@ class KVCache:
         """Forgets everything and gives the memory back."""
         self._keys = torch.empty(*self._key_shape, 0)
         self._values = torch.empty(*self._value_shape, 0, self._value_dim)
+        self._prefix_keys = self._prefix_values = torch.empty(0)
+
+    def keep_prefix(self, slot: int, tokens: int) -> None:
+        """Keeps a copy of a slot's first tokens for spans that begin with them."""
+        self._prefix_keys = self._keys[:, slot, ..., :tokens].clone()
+        self._prefix_values = self._values[:, slot, :, :tokens].clone()
 
     def reserve(self, tokens: int, slots_in_use: int) -> None:
         """Makes slots of at least `tokens` tokens, keeping what the first `slots_in_use` hold."""
@@ -138,12 +146,25 @@ class KVCache:
         for span in plan.spans:
             part = slice(span.start, span.stop)
             k, v = key[:, :, part], value[:, :, part]
+            tokens = span.stop - span.start
+            mask = None
+            if span.prefix:
+                past = self._prefix_keys[layer, :, :, : span.prefix].transpose(1, 2)
+                k = torch.cat([past[None], k], dim=2)
+                v = torch.cat([self._prefix_values[layer, None, :, : span.prefix], v], dim=2)
+                mask = torch.ones(tokens, k.shape[2], dtype=torch.bool).tril(span.prefix)
+                tokens = k.shape[2]
             attended = scaled_dot_product_attention(
-                query[:, :, part], k, v, is_causal=True, scale=scale, enable_gqa=True
+                query[:, :, part],
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
             )
             out[:, part] = attended.transpose(1, 2)
             if span.slots.stop > span.slots.start:
-                tokens = span.stop - span.start
                 self._keys[layer, span.slots, :, :, :tokens] = k.transpose(2, 3)
                 self._values[layer, span.slots, :, :tokens] = v
         return out

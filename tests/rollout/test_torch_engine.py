@@ -238,6 +238,42 @@ async def test_equal_prompts_share_one_prefill(llama: Path) -> None:
             assert engine.stats().tokens_prefilled == 50
 
 
+async def test_prompts_that_begin_alike_share_their_beginning(llama: Path) -> None:
+    system = prompt(0, 40)
+    asked = [
+        request(f"r{i}", prompt=np.concatenate([system, prompt(i + 1, 5 + i)])) for i in range(6)
+    ]
+    # One that is all prefix, and one that parts from it too early to share.
+    asked += [request("same", prompt=system), request("early", prompt=prompt(0, 50)[3:])]
+    async with engine_of(llama) as engine:
+        got = await collect(engine.generate(asked))
+        assert engine.stats().tokens_prefilled == 40 + sum(5 + i for i in range(6)) + 1 + 47
+    for one in asked:
+        tokens, logprobs = got[one.request_id].token_ids, got[one.request_id].logprobs
+        plain = plain_logprobs(llama, np.concatenate([one.prompt, tokens]))
+        plain = plain[one.prompt.size - 1 : -1]
+        np.testing.assert_allclose(logprobs, plain[np.arange(tokens.size), tokens], atol=1e-4)
+
+
+async def test_a_new_request_never_gets_a_beginning_of_older_weights(
+    llama: Path, other: Path
+) -> None:
+    system = prompt(0, 40)
+    old = request("old", prompt=system, sampling=Sampling(max_new_tokens=200))
+    new = request("new", prompt=np.concatenate([system, prompt(1, 4)]))
+    async with engine_of(llama, stop_tokens=NEVER_STOPS) as engine:
+        running = asyncio.create_task(collect(engine.generate([old])))
+        await until(lambda: engine.stats().tokens_generated > 3)
+        await engine.swap(weights_of(other), 1, UpdateMode.IN_PLACE)
+        got = (await collect(engine.generate([new])))["new"]
+        await engine.abort(["old"])
+        await running
+    plain = plain_logprobs(other, np.concatenate([new.prompt, got.token_ids]))[43:-1]
+    np.testing.assert_allclose(
+        got.logprobs, plain[np.arange(got.token_ids.size), got.token_ids], atol=1e-4
+    )
+
+
 async def test_a_latecomer_copies_the_prefix_of_a_sequence_that_runs(llama: Path) -> None:
     shared = prompt(0, 40)
     requests = [

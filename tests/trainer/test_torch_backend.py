@@ -25,8 +25,8 @@ from leeway.errors import ConfigError
 from leeway.trajectory import Group
 from trainer_service.algorithms.objective import Objective, plan_step
 from trainer_service.backends.base import DivergedError
-from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.optimizer import dither
+from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.batching import PackedBatch, pack
 

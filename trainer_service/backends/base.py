@@ -1,7 +1,7 @@
 """The backend's contract: everything the trainer's loop needs from a model and its optimizer.
 
 A backend knows packed batches and a loss to be minimised; it does not know where the loss comes
-from. Its calls are made from one thread, one at a time.
+from. Its calls are made from one thread, one at a time, unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -65,8 +65,13 @@ class Backend(Protocol):
         """float32 [n]: log-probabilities of the trained tokens under the current weights."""
         ...
 
-    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
-        """One optimizer step on the sum of the micro-batches' losses, clipped by its global norm.
+    def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
+        """The gradient of the sum of the micro-batches' losses. Weights and optimizer stay as they
+        are: `save` may be called meanwhile, from another thread."""
+        ...
+
+    def apply(self) -> StepResult:
+        """One optimizer step on what was accumulated, clipped by its global norm.
 
         Without micro-batches the weights and the optimizer stay as they are, but the step counts.
 
@@ -74,6 +79,11 @@ class Backend(Protocol):
             DivergedError: The gradient is not finite.
         """
         ...
+
+    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+        """`accumulate`, then `apply`."""
+        self.accumulate(batches, loss)
+        return self.apply()
 
     def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """(Hugging Face name, values) of every tensor, tied ones once, always in the same order.

@@ -7,8 +7,8 @@ untouched.
 
 Masters that begin as bf16 values stand in the middle of their rounding cell: at RL's learning rates
 none but the smallest would reach its border for many steps, and the policy would stand still. So
-each begins at a random place in its cell (`dither`). The policy is the same to the bit, and from the
-first step on it moves as far as its masters do, on average.
+each begins at a random place in its cell (`dither`). The policy is the same to the bit, and from
+the first step on it moves as far as its masters do, on average.
 """
 
 from __future__ import annotations
@@ -166,10 +166,10 @@ def dither(master: Tensor, generator: torch.Generator) -> None:
     Args:
         master: float32, contiguous.
     """
-    bits = master.view(torch.int32).view(-1)
-    for chunk in torch.split(bits, CHUNK_ELEMENTS):
-        if (chunk & 0xFFFF).any():
-            return
+    chunks = torch.split(master.view(torch.int32).view(-1), CHUNK_ELEMENTS)
+    if any((chunk & 0xFFFF).any() for chunk in chunks):
+        return
+    for chunk in chunks:
         offset = torch.randint(-0x7FFF, 0x8000, chunk.shape, generator=generator, dtype=torch.int32)
         chunk += torch.where((chunk & 0x7FFFFFFF) == 0, 0, offset.to(chunk.device))
 

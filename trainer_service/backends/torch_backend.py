@@ -22,7 +22,7 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends import packed_attention
 from trainer_service.backends.allocator import keep_freed_memory
-from trainer_service.backends.base import Loss, StepResult
+from trainer_service.backends.base import Backend, Loss, StepResult
 from trainer_service.backends.optimizer import MasterAdamW
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.batching import PackedBatch, Segment
@@ -31,7 +31,7 @@ WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Implements `Backend`."""
 
     def __init__(
@@ -83,10 +83,12 @@ class TorchBackend:
         logprobs, _ = self._score(batch)
         return logprobs.cpu().numpy()
 
-    def step(self, batches: Sequence[PackedBatch], loss: Loss) -> StepResult:
+    def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
         for batch in batches:
             logprobs, entropy = self._score(batch)
             torch.autograd.backward(loss(batch, logprobs, entropy))
+
+    def apply(self) -> StepResult:
         return self._optimizer.step()
 
     def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
