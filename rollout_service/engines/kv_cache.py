@@ -3,9 +3,9 @@
 A step is one forward pass over packed tokens without padding: first one token for each of the
 slots 0 .. decode-1, which attends to its slot, then joining sequences (spans), which attend to
 themselves, and to the kept prefix that they begin with, and are written into slots. Slots are
-dense: those in use are always the first ones, so attention reads nothing else. Keys lie transposed, [layer, slot, head, dim, token], which makes both
-products of attention plain matrix products; queries of a group share their key-value head without
-copies.
+dense: those in use are always the first ones, so attention reads nothing else. Keys lie transposed,
+[layer, slot, head, dim, token], which makes both products of attention plain matrix products;
+queries of a group share their key-value head without copies.
 
 Hugging Face models reach this file through their attention interface, by the name `ATTENTION`, with
 a `StepPlan` in the keyword arguments; nothing else of them is replaced.
