@@ -407,8 +407,8 @@ class _Filling:
 
     def add(self, message: pb.LeaseBatchResponse, on_waiting: Callable[[str], None]) -> None:
         self.batch_id, self.budget = message.batch_id, message.budget
-        if message.HasField("leased"):
-            self._add_group(message.leased)
+        for leased in message.leased:
+            self._add_group(leased)
         if message.HasField("untrained"):
             u = message.untrained
             self.untrained = Untrained(u.groups, u.trajectories, u.score_sum)

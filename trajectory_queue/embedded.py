@@ -76,11 +76,11 @@ def redis_server(config: Config, directory: Path) -> Iterator[str]:
     if url:
         yield url
         return
-    with embedded(_binary(), directory) as url:
+    with embedded(server_binary(), directory) as url:
         yield url
 
 
-def _binary() -> Path:
+def server_binary() -> Path:
     for name in _SERVERS:
         found = shutil.which(name)
         if found is not None:

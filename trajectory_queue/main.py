@@ -12,6 +12,7 @@ from leeway.config import Config
 from leeway.v1 import queue_pb2, queue_pb2_grpc
 from trajectory_queue.commands import Settings
 from trajectory_queue.embedded import redis_server
+from trajectory_queue.metrics import watch_loop
 from trajectory_queue.service import QueueService
 from trajectory_queue.store import open_store
 
@@ -54,6 +55,10 @@ async def serve(
                 log.info("queue is serving", address=server.address)
                 on_ready(server.address)
                 async with asyncio.TaskGroup() as tasks:
-                    expiring = tasks.create_task(service.expire_leases())
+                    background = [
+                        tasks.create_task(service.tend()),
+                        tasks.create_task(watch_loop()),
+                    ]
                     await stop.wait()
-                    expiring.cancel()
+                    for task in background:
+                        task.cancel()

@@ -24,6 +24,7 @@ from leeway.v1 import trajectory_pb2 as domain
 from trajectory_queue import commands as c
 from trajectory_queue import explain
 from trajectory_queue.door import examine, sampling_text
+from trajectory_queue.metrics import COLLECTOR
 from trajectory_queue.store import RedisStore, StoreFullError
 
 log = structlog.get_logger(__name__)
@@ -34,10 +35,10 @@ _RECHECK_SECONDS = 5.0
 # Nodes may hold a version this long before its commit arrives.
 _AHEAD_SECONDS = 5.0
 _AHEAD_PAUSE_SECONDS = 0.1
-_EXPIRE_SECONDS = 1.0
+_TEND_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
-# Payloads read from the store at once.
-_FETCH_BYTES = 8 << 20
+# Payloads read from the store, and sent, at once.
+_FETCH_BYTES = 1 << 20
 # Sequences share a sort key with versions.
 _MOST_SEQUENCES = 1 << 32
 
@@ -58,17 +59,18 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self._store = store
         self._settings = settings
 
-    async def expire_leases(self) -> None:
-        """Takes leases back from silent nodes. Runs for ever."""
+    async def tend(self) -> None:
+        """Takes leases back from silent nodes, and keeps the metrics fresh. Runs for ever."""
         while True:
-            await asyncio.sleep(_EXPIRE_SECONDS)
             try:
                 expired = await self._store.apply(c.Expire())
+                COLLECTOR.update(await self._store.apply(c.Status()))
             except InfrastructureError as error:
-                log.warning("leases cannot be looked at", reason=str(error))
-                continue
-            if expired.count:
-                log.warning("leases expired: their nodes fell silent", count=expired.count)
+                log.warning("the store does not answer", reason=str(error))
+            else:
+                if expired.count:
+                    log.warning("leases expired: their nodes fell silent", count=expired.count)
+            await asyncio.sleep(_TEND_SECONDS)
 
     # Producers ------------------------------------------------------------------------------------
 
@@ -234,22 +236,20 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> AsyncIterator[pb.LeaseBatchResponse]:
         for chunk in _chunks(groups):
             fetched = await self._store.apply(c.Fetch(tuple(group.task_id for group in chunk)))
+            message = pb.LeaseBatchResponse(batch_id=batch.batch_id, budget=batch.budget)
             for group, payload in zip(chunk, fetched.payloads, strict=True):
                 if not payload.task:
                     raise FencedError(
                         f"task {group.task_id} left the batch: a newer life of the trainer resumed"
                     )
-                yield pb.LeaseBatchResponse(
-                    batch_id=batch.batch_id,
-                    budget=batch.budget,
-                    leased=pb.LeasedGroup(
-                        task=payload.task,
-                        trajectories=payload.trajectories,
-                        staleness=group.staleness,
-                        staleness_in_flight=group.in_flight,
-                        mask_below_version=group.mask_below,
-                    ),
+                message.leased.add(
+                    task=payload.task,
+                    trajectories=payload.trajectories,
+                    staleness=group.staleness,
+                    staleness_in_flight=group.in_flight,
+                    mask_below_version=group.mask_below,
                 )
+            yield message
 
     async def Commit(  # noqa: N802
         self, request: pb.CommitRequest, context: Context

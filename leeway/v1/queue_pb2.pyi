@@ -232,11 +232,11 @@ class LeaseBatchResponse(_message.Message):
     UNTRAINED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     batch_id: str
-    leased: LeasedGroup
+    leased: _containers.RepeatedCompositeFieldContainer[LeasedGroup]
     waiting_for: str
     untrained: Untrained
     budget: int
-    def __init__(self, batch_id: _Optional[str] = ..., leased: _Optional[_Union[LeasedGroup, _Mapping]] = ..., waiting_for: _Optional[str] = ..., untrained: _Optional[_Union[Untrained, _Mapping]] = ..., budget: _Optional[int] = ...) -> None: ...
+    def __init__(self, batch_id: _Optional[str] = ..., leased: _Optional[_Iterable[_Union[LeasedGroup, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., untrained: _Optional[_Union[Untrained, _Mapping]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("trainer_id", "incarnation", "batch_id", "version", "tokens_trained", "tokens_masked")

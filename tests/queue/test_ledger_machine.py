@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 from cases import Backend, PureBackend, RedisBackend, entry, new_task, settings
-from hypothesis import HealthCheck, assume
+from hypothesis import HealthCheck, Phase, assume
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -382,7 +382,7 @@ class QueueMachine(RuleBasedStateMachine):
         for batch_id in sorted(self.batches):
             self.apply(c.Release("trainer", self.incarnation, batch_id))
         self.batches.clear()
-        for _ in range(60):
+        for _ in range(60 + 4 * len(self.enqueued)):
             self.now = self.now + 1_100
             self.apply(c.Expire())
             leased = self.apply(
@@ -447,6 +447,8 @@ def _settings(examples: int) -> hypothesis_settings:
         stateful_step_count=40,
         deadline=None,
         report_multiple_bugs=False,
+        # Shrinking a history takes minutes: add Phase.shrink by hand to study a failure.
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 

@@ -1,4 +1,4 @@
--- The ledger in Redis: the transitions of ledger.py, applied atomically. Each script is this file
+-- The ledger in Redis: the transitions of ledger/, applied atomically. Each script is this file
 -- followed by one of rollout.lua, trainer.lua, operator.lua.
 --
 -- KEYS[1]  prefix of all keys of the run, with its hash tag: "leeway:{run}:"
@@ -11,18 +11,21 @@
 --          known             set: every task id of the run
 --          leases            hash: lease id -> task id
 --          task_of           hash: trajectory id -> task id
---          group:<task>      hash: see `FIELDS`, and `task` (bytes), `reasons` (JSON)
---          slots:<task>      hash: index -> "<stream id> <trajectory id>"
+--          group:<task>      hash: `record` (MessagePack, see `NEW_GROUP`), `task` (bytes)
 --          partials:<task>   hash: index -> bytes
---          trajectories      stream of payloads; consumer group `trainers`, a consumer a trainer.
---                            An entry is pending while a trainer holds it, acknowledged by the
---                            commit, and deleted by id once a checkpoint covers it
+--          trajectories      stream of payloads, as fields index -> bytes; consumer group
+--                            `trainers`, a consumer a trainer. An entry is pending while a trainer
+--                            holds it, acknowledged by the commit, and deleted by id once a
+--                            checkpoint covers it
 --          waiting:<lane>    zset by sequence        running           zset by expiry
 --          queued:<lane>     zset by age             committed:<lane>  zset by version
 --          dead              zset by sequence
---          batches           set of "<lane>:<trainer>"; batch:<...> hash; batch_tasks:<...> list
---          last_commit       hash "<lane>:<trainer>" -> "<batch id> <count>"
+--          batches           hash: "<lane>:<trainer>" -> JSON of the open batch
+--          last_commit       hash: "<lane>:<trainer>" -> "<batch id> <count>"
 --          nodes, node_waits hashes: node id -> JSON;  audit: list of JSON
+--
+-- What a command changes in meta, counts, counters and groups is kept here and written once, when
+-- it has succeeded: see `reply`.
 local P = KEYS[1]
 local args = cjson.decode(ARGV[3])
 local call = redis.call
@@ -54,19 +57,18 @@ local function out(bytes)
   return #blobs - 1
 end
 
--- Meta ------------------------------------------------------------------------------------------
+-- Meta and counts --------------------------------------------------------------------------------
 
 local META = {'settings', 'budget', 'clock', 'version', 'published', 'incarnation', 'paused',
   'draining', 'bytes', 'untrained_groups', 'untrained_trajectories', 'untrained_scores'}
-local L = {}
+local L, dirty = {}, {}
 for i, value in ipairs(call('HMGET', P .. 'meta', unpack(META))) do
   if i == 1 then L.settings = value else L[META[i]] = tonumber(value or 0) end
 end
 local S = L.settings and cjson.decode(L.settings) or {}
 
 local function set(name, value)
-  L[name] = value
-  call('HSET', P .. 'meta', name, value)
+  L[name], dirty[name] = value, true
 end
 
 local function now_ms()
@@ -80,16 +82,29 @@ local function tick()
   if now > L.clock then set('clock', now) end
 end
 
-local function count(name, by)
-  if by ~= 0 then call('HINCRBY', P .. 'counters', name, by or 1) end
-end
-
 local function add_bytes(by)
-  if by ~= 0 then L.bytes = call('HINCRBY', P .. 'meta', 'bytes', by) end
+  if by ~= 0 then set('bytes', L.bytes + by) end
 end
 
-local function number_in(lane, state)
-  return tonumber(call('HGET', P .. 'counts', lane .. '.' .. state) or 0)
+local counters = {}
+local function count(name, by) counters[name] = (counters[name] or 0) + (by or 1) end
+
+local counts, counted = nil, {}
+local function counts_of()
+  if not counts then
+    counts = {}
+    local flat = call('HGETALL', P .. 'counts')
+    for i = 1, #flat, 2 do counts[flat[i]] = tonumber(flat[i + 1]) end
+  end
+  return counts
+end
+
+local function number_in(lane, state) return counts_of()[lane .. '.' .. state] or 0 end
+
+local function add_count(lane, state, by)
+  local name = lane .. '.' .. state
+  counts_of()[name] = (counts_of()[name] or 0) + by
+  counted[name] = true
 end
 
 local function trainable() return number_in('train', 'queued') + number_in('train', 'leased') end
@@ -112,46 +127,46 @@ end
 
 -- Groups ----------------------------------------------------------------------------------------
 
-local TEXT = {state = true, lane = true, sampling = true, lease = true, node = true}
-local FIELDS = {'state', 'lane', 'sampling', 'lease', 'node', 'sequence', 'size', 'min_version', 'expires',
-  'attempts', 'failures', 'reissues', 'samples', 'oldest', 'newest', 'tokens', 'bytes',
-  'partial_bytes', 'score_sum', 'first_score', 'mixed', 'queued_at', 'mask_below', 'committed_at'}
+local groups = {}
 
--- Numbers that are not set read as 0, except these, which read as nil.
-local OPTIONAL = {oldest = true, newest = true, mask_below = true, first_score = true}
-
-local function group(id)
-  local values = call('HMGET', P .. 'group:' .. id, unpack(FIELDS))
-  if not values[1] then return nil end
-  local g = {id = id}
-  for i, name in ipairs(FIELDS) do
-    local value = values[i]
-    if TEXT[name] then
-      g[name] = value or ''
-    elseif value and value ~= '' then
-      g[name] = tonumber(value)
-    elseif not OPTIONAL[name] then
-      g[name] = 0
-    end
-  end
+-- slots: index (as text) -> {stream id, trajectory id}. oldest, newest, mask_below and first_score
+-- may be missing; index and score say where the group stands, so that `flush` knows what to move.
+local function new_group(task)
+  local g = {
+    lane = task.lane, state = 'waiting', sequence = task.sequence, size = task.size,
+    min_version = task.min_version, sampling = task.sampling, lease = '', node = '', expires = 0,
+    attempts = 0, failures = 0, reissues = 0, reasons = {}, slots = {}, samples = 0, tokens = 0,
+    bytes = 0, partial_bytes = 0, score_sum = 0, mixed = false, queued_at = 0, committed_at = 0,
+  }
+  groups[task.task_id] = {id = task.task_id, is = g, changed = true}
+  g.id = task.task_id
   return g
 end
 
-local function save(g, ...)
-  local fields = {}
-  for _, name in ipairs({...}) do
-    fields[#fields + 1] = name
-    fields[#fields + 1] = g[name] == nil and '' or g[name]
+local function group(id)
+  local known = groups[id]
+  if not known then
+    local record = call('HGET', P .. 'group:' .. id, 'record')
+    known = {id = id, is = record and cmsgpack.unpack(record) or nil}
+    if known.is then known.is.id = id end
+    groups[id] = known
   end
-  call('HSET', P .. 'group:' .. g.id, unpack(fields))
+  return known.is
+end
+
+local function save(g) groups[g.id].changed = true end
+
+local function forget(g)
+  groups[g.id] = {id = g.id, gone = true}
 end
 
 local function index_of(g)
-  if g.state == 'waiting' then return P .. 'waiting:' .. g.lane, g.sequence end
-  if g.state == 'running' then return P .. 'running', g.expires end
-  if g.state == 'queued' then return P .. 'queued:' .. g.lane, (g.oldest or 0) * AGE + g.sequence end
-  if g.state == 'committed' then return P .. 'committed:' .. g.lane, g.committed_at end
-  if g.state == 'dead' then return P .. 'dead', g.sequence end
+  local state = g.state
+  if state == 'waiting' then return P .. 'waiting:' .. g.lane, g.sequence end
+  if state == 'running' then return P .. 'running', g.expires end
+  if state == 'queued' then return P .. 'queued:' .. g.lane, (g.oldest or 0) * AGE + g.sequence end
+  if state == 'committed' then return P .. 'committed:' .. g.lane, g.committed_at end
+  if state == 'dead' then return P .. 'dead', g.sequence end
 end
 
 local function move(g, to)
@@ -160,53 +175,55 @@ local function move(g, to)
   end
   local index, score = index_of(g)
   if index then call('ZREM', index, g.id) end
-  call('HINCRBY', P .. 'counts', g.lane .. '.' .. g.state, -1)
-  call('HINCRBY', P .. 'counts', g.lane .. '.' .. to, 1)
+  add_count(g.lane, g.state, -1)
+  add_count(g.lane, to, 1)
   g.state = to
   index, score = index_of(g)
   if index then call('ZADD', index, score, g.id) end
-  save(g, 'state')
+  save(g)
   if WAKES[to] then wake[WAKES[to]] = true end
 end
 
--- Stream ids and trajectory ids of a group's samples, in order of their index.
-local function slots_of(g)
-  local flat = call('HGETALL', P .. 'slots:' .. g.id)
+local function sorted_slots(g)
   local slots = {}
-  for i = 1, #flat, 2 do
-    local stream_id, trajectory_id = string.match(flat[i + 1], '^(%S+) (.*)$')
-    slots[#slots + 1] = {index = tonumber(flat[i]), stream_id = stream_id, id = trajectory_id}
+  for index, slot in pairs(g.slots) do
+    slots[#slots + 1] = {index = tonumber(index), stream_id = slot[1], id = slot[2]}
   end
   table.sort(slots, function(a, b) return a.index < b.index end)
   return slots
 end
 
+-- Samples that were pushed together share an entry.
 local function stream_ids(g)
-  local ids = {}
-  for i, slot in ipairs(slots_of(g)) do ids[i] = slot.stream_id end
+  local ids, seen = {}, {}
+  for _, slot in pairs(g.slots) do
+    if not seen[slot[1]] then
+      seen[slot[1]] = true
+      ids[#ids + 1] = slot[1]
+    end
+  end
   return ids
 end
 
 local function drop_payloads(g)
-  for _, slot in ipairs(slots_of(g)) do
-    call('XDEL', STREAM, slot.stream_id)
-    call('HDEL', P .. 'task_of', slot.id)
+  local ids, names = stream_ids(g), {}
+  if #ids > 0 then
+    for _, slot in pairs(g.slots) do names[#names + 1] = slot[2] end
+    call('XDEL', STREAM, unpack(ids))
+    call('HDEL', P .. 'task_of', unpack(names))
   end
-  call('DEL', P .. 'slots:' .. g.id, P .. 'partials:' .. g.id)
+  if g.partial_bytes > 0 then call('DEL', P .. 'partials:' .. g.id) end
   add_bytes(-g.bytes - g.partial_bytes)
-  g.samples, g.tokens, g.bytes, g.partial_bytes, g.score_sum, g.mixed = 0, 0, 0, 0, 0, 0
-  g.oldest, g.newest, g.first_score = nil, nil, nil
-  save(g, 'samples', 'tokens', 'bytes', 'partial_bytes', 'score_sum', 'mixed', 'oldest', 'newest',
-    'first_score')
+  g.slots, g.samples, g.tokens, g.bytes, g.partial_bytes = {}, 0, 0, 0, 0
+  g.score_sum, g.mixed, g.oldest, g.newest, g.first_score = 0, false, nil, nil, nil
+  save(g)
 end
 
-local function add_untrained(groups, trajectories, scores)
-  set('untrained_groups', L.untrained_groups + groups)
+local function add_untrained(number, trajectories, scores)
+  set('untrained_groups', L.untrained_groups + number)
   set('untrained_trajectories', L.untrained_trajectories + trajectories)
   set('untrained_scores', L.untrained_scores + scores)
 end
-
-local function forget(g) call('DEL', P .. 'group:' .. g.id) end
 
 local function end_untrained(g, to)
   add_untrained(1, g.samples, g.score_sum)
@@ -220,13 +237,40 @@ local function count_lengths(what, g)
   count(what .. '_tokens', g.tokens)
 end
 
+-- The end of a command ----------------------------------------------------------------------------
+
+local function flush()
+  for id, known in pairs(groups) do
+    if known.gone then
+      call('DEL', P .. 'group:' .. id)
+    elseif known.changed then
+      known.is.id = nil
+      call('HSET', P .. 'group:' .. id, 'record', cmsgpack.pack(known.is))
+    end
+  end
+  local fields = {}
+  for name in pairs(counted) do
+    fields[#fields + 1], fields[#fields + 2] = name, counts[name]
+  end
+  if #fields > 0 then call('HSET', P .. 'counts', unpack(fields)) end
+  for name, by in pairs(counters) do
+    if by ~= 0 then call('HINCRBY', P .. 'counters', name, by) end
+  end
+  fields = {}
+  for name in pairs(dirty) do
+    fields[#fields + 1], fields[#fields + 2] = name, L[name]
+  end
+  if #fields > 0 then call('HSET', P .. 'meta', unpack(fields)) end
+  for name in pairs(wake) do call('HINCRBY', P .. 'meta', name .. '_epoch', 1) end
+end
+
 local function reply(commands)
   local done, result = pcall(commands[ARGV[1]])
   if not done then
     if type(result) ~= 'table' or not result.kind then error(result) end
     return {cjson.encode({error = result.kind, message = result.message})}
   end
-  for name in pairs(wake) do call('HINCRBY', P .. 'meta', name .. '_epoch', 1) end
+  flush()
   table.insert(blobs, 1, cjson.encode({ok = result, wake = wake}))
   return blobs
 end

@@ -1,4 +1,4 @@
--- Settings, status and what operators do.
+-- Settings, status and what operators do: the twin of ledger/operator.py.
 
 local function states(lane)
   local counts, total = {}, 0
@@ -9,14 +9,10 @@ local function states(lane)
   return counts, total
 end
 
-local function reasons_of(id)
-  return cjson.decode(call('HGET', P .. 'group:' .. id, 'reasons') or '[]')
-end
-
 local function nodes()
   local leases = {}
   for _, id in ipairs(call('ZRANGE', P .. 'running', 0, -1)) do
-    local node = call('HGET', P .. 'group:' .. id, 'node')
+    local node = group(id).node
     leases[node] = (leases[node] or 0) + 1
   end
   local reports, flat = {}, call('HGETALL', P .. 'nodes')
@@ -34,15 +30,19 @@ local function nodes()
 end
 
 local function trainer_wait()
-  local since, has, wants = now, 0, 0
-  for _, name in ipairs(call('SMEMBERS', P .. 'batches')) do
-    local batch = call('HMGET', P .. 'batch:' .. name, 'since', 'wanted')
-    if batch[1] and tonumber(batch[1]) <= since then
-      since, wants = tonumber(batch[1]), tonumber(batch[2])
-      has = call('LLEN', P .. 'batch_tasks:' .. name)
-    end
+  local open = {}
+  for _, record in ipairs(call('HVALS', P .. 'batches')) do
+    local batch = cjson.decode(record)
+    if batch.since then open[#open + 1] = {batch.since, #batch.tasks, batch.wanted} end
   end
-  return now - since, has, wants
+  table.sort(open, function(a, b)
+    for i = 1, 3 do
+      if a[i] ~= b[i] then return a[i] < b[i] end
+    end
+    return false
+  end)
+  local longest = open[1] or {now, 0, 0}
+  return now - longest[1], longest[2], longest[3]
 end
 
 return reply({
@@ -60,15 +60,15 @@ return reply({
   end,
 
   Status = function()
-    local groups, enqueued = states('train')
-    local counters, flat = {}, call('HGETALL', P .. 'counters')
-    for i = 1, #flat, 2 do counters[flat[i]] = tonumber(flat[i + 1]) end
+    local train, enqueued = states('train')
+    local totals, flat = {}, call('HGETALL', P .. 'counters')
+    for i = 1, #flat, 2 do totals[flat[i]] = tonumber(flat[i + 1]) end
     local waiting_ms, has, wants = trainer_wait()
     local first = call('ZRANGE', P .. 'queued:train', 0, 0)[1]
     return {
       run_id = S.run_id, version = L.version, incarnation = L.incarnation, budget = L.budget,
-      batch_groups = S.batch_groups, groups = groups, enqueued = enqueued,
-      eval_groups = (states('eval')), counters = counters, payload_bytes = L.bytes,
+      batch_groups = S.batch_groups, groups = train, enqueued = enqueued,
+      eval_groups = (states('eval')), counters = totals, payload_bytes = L.bytes,
       nodes = nodes(), trainer_waiting_ms = waiting_ms, trainer_has = has, trainer_wants = wants,
       oldest_queued_ms = first and now - group(first).queued_at or 0,
       paused = L.paused == 1, draining = L.draining == 1,
@@ -101,13 +101,13 @@ return reply({
     local id = call('HGET', P .. 'task_of', args.id) or args.id
     local g = group(id)
     if not g then return {task_id = ''} end
-    return {task_id = id, state = g.state, attempts = g.attempts, reasons = reasons_of(id)}
+    return {task_id = id, state = g.state, attempts = g.attempts, reasons = g.reasons}
   end,
 
   ListDead = function()
     local tasks = {}
     local ids = args.limit > 0 and call('ZRANGE', P .. 'dead', 0, args.limit - 1) or {}
-    for i, id in ipairs(ids) do tasks[i] = {task_id = id, reasons = reasons_of(id)} end
+    for i, id in ipairs(ids) do tasks[i] = {task_id = id, reasons = group(id).reasons} end
     return {tasks = tasks}
   end,
 
@@ -118,7 +118,6 @@ return reply({
       if #args.task_ids == 0 or wanted[id] then
         local g = group(id)
         g.failures = 0
-        save(g, 'failures')
         move(g, 'waiting')
         number = number + 1
       end

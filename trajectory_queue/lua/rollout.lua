@@ -1,26 +1,27 @@
--- Producers and rollout nodes.
+-- Producers and rollout nodes: the twin of ledger/rollout.py.
 
 local function see(node_id, version)
   call('HSET', P .. 'nodes', node_id, cjson.encode({version = version, seen = now}))
 end
 
 local function end_lease(g)
-  call('HDEL', P .. 'leases', g.lease)
-  g.lease = ''
-  save(g, 'lease')
+  if g.lease ~= '' then
+    call('HDEL', P .. 'leases', g.lease)
+    g.lease = ''
+    save(g)
+  end
 end
 
 -- The group has all the samples it will get: the trainer may have it, if it can learn from it.
 local function finish(g)
   end_lease(g)
-  if S.filter_equal_scores and g.lane == 'train' and g.samples > 1 and g.mixed == 0 then
+  if S.filter_equal_scores and g.lane == 'train' and g.samples > 1 and not g.mixed then
     end_untrained(g, 'filtered')
     return
   end
+  if g.partial_bytes > 0 then call('DEL', P .. 'partials:' .. g.id) end
   add_bytes(-g.partial_bytes)
-  call('DEL', P .. 'partials:' .. g.id)
   g.partial_bytes, g.queued_at = 0, now
-  save(g, 'partial_bytes', 'queued_at')
   move(g, 'queued')
 end
 
@@ -28,10 +29,8 @@ local function fail_attempt(g, failure, message)
   count('failed_' .. failure)
   end_lease(g)
   g.failures = g.failures + 1
-  local reasons = cjson.decode(call('HGET', P .. 'group:' .. g.id, 'reasons') or '[]')
-  reasons[#reasons + 1] = failure .. ': ' .. message
-  if #reasons > REASONS_KEPT then table.remove(reasons, 1) end
-  call('HSET', P .. 'group:' .. g.id, 'failures', g.failures, 'reasons', cjson.encode(reasons))
+  g.reasons[#g.reasons + 1] = failure .. ': ' .. message
+  if #g.reasons > REASONS_KEPT then table.remove(g.reasons, 1) end
   if failure ~= 'data' and g.failures < S.max_attempts then
     move(g, 'waiting')
   elseif S.min_group and g.samples >= S.min_group then
@@ -69,17 +68,16 @@ end
 local function lease(g, node_id, lease_id)
   g.lease, g.node = lease_id, node_id
   g.attempts, g.expires = g.attempts + 1, now + S.lease_ms
-  save(g, 'lease', 'node', 'attempts', 'expires')
   move(g, 'running')
   call('HSET', P .. 'leases', lease_id, g.id)
   return g
 end
 
-local function leased(groups, wait, needed)
+local function leased(chosen, wait, needed)
   local leases = {}
-  for i, g in ipairs(groups) do
+  for i, g in ipairs(chosen) do
     local done, partials = {}, {}
-    for j, slot in ipairs(slots_of(g)) do done[j] = slot.index end
+    for j, slot in ipairs(sorted_slots(g)) do done[j] = slot.index end
     if g.partial_bytes > 0 then
       local indices = call('HKEYS', P .. 'partials:' .. g.id)
       table.sort(indices, function(a, b) return tonumber(a) < tonumber(b) end)
@@ -101,16 +99,15 @@ local function leased(groups, wait, needed)
   }
 end
 
-local function fault(entry, g)
+local function fault(entry, g, leased_task)
   local function refused(field, given, expected)
     return {trajectory_id = entry.trajectory_id, field = field, given = tostring(given),
       expected = expected}
   end
-  if call('SISMEMBER', P .. 'known', entry.task_id) == 0 then
+  if not g and call('SISMEMBER', P .. 'known', entry.task_id) == 0 then
     return refused('task_id', entry.task_id, 'not a task of this run; push what was leased')
   end
-  local leased_task = call('HGET', P .. 'leases', entry.lease_id) or entry.task_id
-  if leased_task ~= entry.task_id then
+  if leased_task and leased_task ~= entry.task_id then
     return refused('task_id', entry.task_id, 'the lease is for task ' .. leased_task)
   end
   if entry.newest and entry.newest > L.published then
@@ -144,29 +141,44 @@ local function drop_partial(g, index)
   end
 end
 
+-- Samples of one group that were accepted, to be stored as one entry of the stream.
+local function store(g, entries)
+  local fields, names = {}, {}
+  for _, entry in ipairs(entries) do
+    fields[#fields + 1], fields[#fields + 2] = entry.index, blob(entry.payload)
+    names[#names + 1], names[#names + 2] = entry.trajectory_id, g.id
+  end
+  local stream_id = call('XADD', STREAM, '*', unpack(fields))
+  call('HSET', P .. 'task_of', unpack(names))
+  for _, entry in ipairs(entries) do g.slots[tostring(entry.index)][1] = stream_id end
+  save(g)
+end
+
 local function accept(g, entry)
-  local payload = blob(entry.payload)
-  local stream_id = call('XADD', STREAM, '*', 'b', payload)
-  call('HSET', P .. 'slots:' .. g.id, entry.index, stream_id .. ' ' .. entry.trajectory_id)
-  call('HSET', P .. 'task_of', entry.trajectory_id, g.id)
-  add_bytes(#payload)
+  local size = #blob(entry.payload)
+  g.slots[tostring(entry.index)] = {'', entry.trajectory_id}
+  add_bytes(size)
   drop_partial(g, entry.index)
   count('trajectories')
   count('tokens', entry.tokens)
   if g.samples == 0 then g.first_score = entry.score end
-  if entry.score ~= g.first_score then g.mixed = 1 end
-  g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + entry.tokens, g.bytes + #payload
+  if entry.score ~= g.first_score then g.mixed = true end
+  g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + entry.tokens, g.bytes + size
   g.score_sum = g.score_sum + entry.score
   if entry.oldest then
     g.oldest = math.min(g.oldest or entry.oldest, entry.oldest)
     g.newest = math.max(g.newest or entry.newest, entry.newest)
   end
-  save(g, 'samples', 'tokens', 'bytes', 'partial_bytes', 'score_sum', 'first_score', 'mixed',
-    'oldest', 'newest')
-  if g.samples == g.size
-    and (g.state == 'running' or g.lane == 'eval' or outstanding() < capacity()) then
-    finish(g)
-  end
+end
+
+local function complete(g)
+  return g.samples == g.size
+    and (g.state == 'running' or g.lane == 'eval' or outstanding() < capacity())
+end
+
+local function takes(g, entry)
+  return g and (g.state == 'waiting' or g.state == 'running')
+    and not g.slots[tostring(entry.index)]
 end
 
 return reply({
@@ -177,11 +189,10 @@ return reply({
     for _, task in ipairs(args.tasks) do
       if call('SADD', P .. 'known', task.task_id) == 1 then
         accepted = accepted + 1
-        call('HSET', P .. 'group:' .. task.task_id, 'state', 'waiting', 'lane', task.lane,
-          'sequence', task.sequence, 'size', task.size, 'sampling', task.sampling,
-          'min_version', task.min_version, 'task', blob(task.payload))
+        new_group(task)
+        call('HSET', P .. 'group:' .. task.task_id, 'task', blob(task.payload))
         call('ZADD', P .. 'waiting:' .. task.lane, task.sequence, task.task_id)
-        call('HINCRBY', P .. 'counts', task.lane .. '.waiting', 1)
+        add_count(task.lane, 'waiting', 1)
         wake.tasks = true
       end
     end
@@ -192,18 +203,18 @@ return reply({
     tick()
     expire()
     see(args.node_id, args.version)
-    local groups = {}
+    local chosen = {}
     for n = 0, args.max_groups - 1 do
       local id = call('HGET', P .. 'leases', args.request_id .. '/' .. n)
-      if id then groups[#groups + 1] = group(id) end
+      if id then chosen[#chosen + 1] = group(id) end
     end
-    if #groups > 0 then return leased(groups, '') end
+    if #chosen > 0 then return leased(chosen, '') end
     local wait, needed = admission(), nil
     if wait ~= '' then return leased({}, wait) end
     local function take(g)
-      groups[#groups + 1] = lease(g, args.node_id, args.request_id .. '/' .. #groups)
+      chosen[#chosen + 1] = lease(g, args.node_id, args.request_id .. '/' .. #chosen)
     end
-    while #groups < args.max_groups do
+    while #chosen < args.max_groups do
       local id = call('ZRANGE', P .. 'waiting:eval', 0, 0)[1]
       local g = id and group(id)
       if not g then break end
@@ -213,7 +224,7 @@ return reply({
       end
       take(g)
     end
-    while #groups < args.max_groups do
+    while #chosen < args.max_groups do
       local id = call('ZRANGE', P .. 'waiting:train', 0, 0)[1]
       if not id then break end
       local g, ahead = group(id), outstanding()
@@ -231,7 +242,7 @@ return reply({
         take(g)
       end
     end
-    return leased(groups, needed and 'version' or wait, needed)
+    return leased(chosen, needed and 'version' or wait, needed)
   end,
 
   Extend = function()
@@ -244,7 +255,7 @@ return reply({
       local g = held(lease_id, args.node_id)
       if g then
         g.expires = now + S.lease_ms
-        save(g, 'expires')
+        save(g)
         call('ZADD', P .. 'running', g.expires, g.id)
       else
         lost[#lost + 1] = lease_id
@@ -262,19 +273,38 @@ return reply({
     end
     tick()
     local accepted, duplicates, refusals = {}, {}, {}
-    for _, entry in ipairs(args.entries) do
+    local run, leased_task, lease_id = {}, nil, nil
+    for i, entry in ipairs(args.entries) do
       local g = group(entry.task_id)
-      local wrong = fault(entry, g)
+      if entry.lease_id ~= lease_id then
+        lease_id = entry.lease_id
+        leased_task = call('HGET', P .. 'leases', lease_id)
+      end
+      local wrong = fault(entry, g, leased_task)
+      local taken = not wrong and takes(g, entry)
+      if taken then
+        accepted[#accepted + 1] = entry.trajectory_id
+        accept(g, entry)
+        run[#run + 1] = entry
+      end
+      -- A run of one group's samples is stored together, before anything else happens to it.
+      local following = args.entries[i + 1]
+      if #run > 0 and (not taken or not following or following.task_id ~= entry.task_id
+        or complete(g)) then
+        store(group(run[1].task_id), run)
+        run = {}
+      end
+      if taken and complete(g) then
+        finish(g)
+        lease_id = nil
+      end
       if wrong then
         refusals[#refusals + 1] = wrong
         refuse(entry.lease_id, wrong)
-      elseif not g or (g.state ~= 'waiting' and g.state ~= 'running')
-        or call('HEXISTS', P .. 'slots:' .. g.id, entry.index) == 1 then
+        lease_id = nil
+      elseif not taken then
         duplicates[#duplicates + 1] = entry.trajectory_id
         count('duplicates')
-      else
-        accepted[#accepted + 1] = entry.trajectory_id
-        accept(g, entry)
       end
     end
     for _, door in ipairs(args.at_the_door) do
@@ -290,8 +320,7 @@ return reply({
     tick()
     count('given_back')
     for _, partial in ipairs(args.partials) do
-      if partial.index < g.size
-        and call('HEXISTS', P .. 'slots:' .. g.id, partial.index) == 0 then
+      if partial.index < g.size and not g.slots[tostring(partial.index)] then
         drop_partial(g, partial.index)
         local payload = blob(partial.payload)
         call('HSET', P .. 'partials:' .. g.id, partial.index, payload)
@@ -299,7 +328,6 @@ return reply({
         add_bytes(#payload)
       end
     end
-    save(g, 'partial_bytes')
     end_lease(g)
     move(g, 'waiting')
     return {}

@@ -1,0 +1,355 @@
+"""What a group costs on its way through the queue, beside raw Redis and other systems' queues.
+
+    OMP_NUM_THREADS=1 python benchmarks/queue.py [--short] [--peers DIR]
+
+CPU-milliseconds of all processes (node and trainer, here one; the queue service; its Redis), for
+groups of 4 x 1,024 and 4 x 8,192 tokens with log-probabilities, masks and versions, on a server
+with its append-only file on. The sides run in turn; a key is the median over the repeats.
+
+ratio_to_redis_1024, ratio_to_redis_8192: put + lease + commit of ours, from a `Trajectory` in the
+    node to a validated `Group` in the trainer, over the same payload bytes through redis-py: XADD,
+    XREADGROUP, XACK, XDEL, pipelined in equal batches.
+ratio_to_atropos: our put + lease + commit over the Atropos server's put + get of the same groups;
+    null where its virtual environment (--peers) is missing.
+depth_growth: cost of a group with 100,000 groups queued over the cost with 100.
+rss_growth_mb, loop_lag_ms_max: of the service while 100,000 groups pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import redis
+import yaml
+from common import finish
+
+from leeway import rpc
+from leeway.config import SecurityConfig
+from leeway.trajectory import FinishReason, Sampling, Task, Trajectory
+from leeway.versions import VersionSpan
+from trajectory_queue.client import RolloutQueue, TrainerQueue
+
+GROUP_SIZE = 4
+BATCH = 64
+# Groups in one push, one pipeline.
+CHUNK = 16
+CHECKPOINT_EVERY = 8
+SAMPLING = Sampling(max_new_tokens=16384)
+
+
+class Clock:
+    """CPU-milliseconds of this process, another one, and that one's children, by phase."""
+
+    def __init__(self, pid: int) -> None:
+        other = psutil.Process(pid)
+        self._others = [other, *other.children()]
+        self.phases: dict[str, float] = {}
+
+    def now(self) -> float:
+        # This process's clock is finer than /proc's hundredths of a second.
+        times = [process.cpu_times() for process in self._others]
+        return 1000 * (time.process_time() + sum(t.user + t.system for t in times))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self.now()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + self.now() - before
+
+
+class Service:
+    """`leeway queue serve` in a process of its own."""
+
+    def __init__(self, folder: Path, budget: int) -> None:
+        self.address, self._metrics = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+        path = folder / "config.yaml"
+        path.write_text(
+            yaml.safe_dump(
+                {
+                    "run": {"name": f"bench-{budget}", "directory": str(folder)},
+                    "model": {"path": "unused"},
+                    "task": {"jsonl": "unused", "reward": "unused:unused"},
+                    "sampling": {"group_size": GROUP_SIZE, "max_new_tokens": 16384},
+                    "staleness": {"budget": budget},
+                    "trainer": {"batch_groups": BATCH},
+                    "queue": {
+                        "address": self.address,
+                        "filter_equal_scores": False,
+                        "max_bytes": 16 << 30,
+                    },
+                    "telemetry": {"metrics_address": self._metrics, "log_level": "warning"},
+                }
+            )
+        )
+        command = [Path(sys.executable).parent / "leeway", "queue", "serve", path]
+        environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
+        self.process = subprocess.Popen(command, env=environment)
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def rss_mb(self) -> float:
+        return float(psutil.Process(self.process.pid).memory_info().rss) / 1e6
+
+    def loop_lag_ms_max(self) -> float:
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics") as page:
+            text = page.read().decode()
+        found = re.search(r"^leeway_queue_loop_lag_max_seconds (\S+)$", text, re.MULTILINE)
+        assert found is not None
+        return 1000 * float(found.group(1))
+
+
+class Queue:
+    """Both sides of our queue, and what passes through."""
+
+    def __init__(self, node: RolloutQueue, trainer: TrainerQueue, clock: Clock) -> None:
+        self.node, self.trainer, self.clock = node, trainer, clock
+        self.version = 0
+        self._sequence = itertools.count()
+
+    async def put(self, groups: int, tokens: int) -> None:
+        """Enqueues tasks, leases them and pushes their trajectories."""
+        tasks = [_task(next(self._sequence)) for _ in range(groups)]
+        with self.clock.phase("enqueue"):
+            await self.trainer.enqueue(tasks)
+        with self.clock.phase("admit"):
+            leased = await self.node.lease_tasks(
+                version=self.version,
+                max_groups=groups,
+                wait_seconds=5.0,
+                request_id=tasks[0].task_id,
+            )
+        assert len(leased.leases) == groups, leased.waiting_for
+        made = [
+            (lease.lease_id, trajectory)
+            for lease in leased.leases
+            for trajectory in _group(lease.task, tokens, self.version)
+        ]
+        with self.clock.phase("put"):
+            for start in range(0, len(made), CHUNK * GROUP_SIZE):
+                result = await self.node.push_many(made[start : start + CHUNK * GROUP_SIZE])
+                assert not result.refused
+
+    async def take(self, groups: int) -> None:
+        """Leases one batch and commits it."""
+        with self.clock.phase("lease"):
+            batch = await self.trainer.lease_batch(
+                version=self.version, groups=groups, deadline_seconds=60
+            )
+        self.version += 1
+        with self.clock.phase("commit"):
+            await self.trainer.commit(batch, version=self.version)
+            if self.version % CHECKPOINT_EVERY == 0:
+                await self.trainer.checkpointed(self.version)
+
+    async def cost(self, batches: int, tokens: int) -> float:
+        """CPU-ms a group of put + lease + commit."""
+        self.clock.phases.clear()
+        for _ in range(batches):
+            await self.put(BATCH, tokens)
+            await self.take(BATCH)
+        groups = batches * BATCH
+        shown = {name: round(ms / groups, 3) for name, ms in self.clock.phases.items()}
+        print(f"ours, {tokens} tokens, CPU-ms a group: {shown}", flush=True)
+        return sum(self.clock.phases[name] for name in ("put", "lease", "commit")) / groups
+
+
+@contextlib.asynccontextmanager
+async def queue(service: Service) -> AsyncIterator[Queue]:
+    async with rpc.connect(service.address, SecurityConfig()) as channel:
+        trainer = TrainerQueue(channel, "trainer")
+        await trainer.resume(0)
+        yield Queue(RolloutQueue(channel, "node"), trainer, Clock(service.process.pid))
+
+
+def raw_redis(url: str, pid: int, batches: int, tokens: int) -> float:
+    """CPU-ms a group through redis-py alone, one stream entry a group."""
+    payload = b"".join(t.to_wire().SerializeToString() for t in _group(_task(0), tokens, version=0))
+    clock = Clock(pid)
+    with redis.Redis.from_url(url) as client:
+        client.xgroup_create("raw", "readers", mkstream=True)
+        before = clock.now()
+        for _ in range(batches):
+            for _ in range(BATCH // CHUNK):
+                pipe = client.pipeline(transaction=False)
+                for _ in range(CHUNK):
+                    pipe.xadd("raw", {"b": payload})
+                pipe.execute()
+            ids: list[bytes] = []
+            while len(ids) < BATCH:
+                ((_, entries),) = client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
+                ids.extend(identifier for identifier, _ in entries)
+            client.xack("raw", "readers", *ids)
+            client.xdel("raw", *ids)
+        cost = (clock.now() - before) / (batches * BATCH)
+        client.delete("raw")
+    print(f"raw redis, {tokens} tokens, CPU-ms a group: {cost:.3f}", flush=True)
+    return cost
+
+
+async def ratio(repeats: int, batches: int, tokens: int, folder: Path) -> tuple[float, float]:
+    """(ours over raw Redis, ours in CPU-ms)."""
+    from trajectory_queue.embedded import embedded, server_binary
+
+    ours, ratios = [], []
+    (folder / f"ours-{tokens}").mkdir()
+    with (
+        Service(folder / f"ours-{tokens}", budget=8) as service,
+        embedded(server_binary(), folder / f"raw-{tokens}") as url,
+    ):
+        async with queue(service) as side:
+            await side.cost(1, tokens)
+            pid = _server_of(os.getpid(), service.process.pid)
+            for _ in range(repeats):
+                ours.append(await side.cost(batches, tokens))
+                ratios.append(ours[-1] / raw_redis(url, pid, batches, tokens))
+    return statistics.median(ratios), statistics.median(ours)
+
+
+async def depth_growth(deep: int, repeats: int, folder: Path) -> float:
+    """Cost of a group with `deep` groups queued over the cost with 100."""
+    folder.mkdir()
+    shallow_depth = 100 // BATCH + 1
+    with Service(folder, budget=deep // BATCH + 8) as service:
+        async with queue(service) as side:
+            for _ in range(shallow_depth):
+                await side.put(BATCH, 64)
+            await side.cost(4, 64)
+            shallow = [await side.cost(8, 64) for _ in range(repeats)]
+            for _ in range(deep // BATCH - shallow_depth):
+                await side.put(BATCH, 64)
+            await side.cost(4, 64)
+            full = [await side.cost(8, 64) for _ in range(repeats)]
+    return statistics.median(full) / statistics.median(shallow)
+
+
+async def endurance(groups: int, folder: Path) -> tuple[float, float]:
+    """(growth of the service's memory in MB, longest loop lag in ms) while `groups` pass."""
+    folder.mkdir()
+    with Service(folder, budget=8) as service:
+        async with queue(service) as side:
+            warm = max(8, groups // BATCH // 10)
+            await side.cost(warm, 1024)
+            before = service.rss_mb()
+            await side.cost(groups // BATCH, 1024)
+            return service.rss_mb() - before, service.loop_lag_ms_max()
+
+
+def atropos(peers: Path | None, tokens: int) -> float | None:
+    """CPU-ms a group of the Atropos server, put + get; None where it is not installed."""
+    python = peers / "atropos" / "bin" / "python" if peers is not None else None
+    if python is None or not python.exists():
+        return None
+    script = Path(__file__).parent / "peers" / "atropos_queue.py"
+    command = [python, script, str(GROUP_SIZE), str(tokens)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _task(sequence: int) -> Task:
+    return Task(
+        task_id=f"task-{sequence:08d}",
+        sequence=sequence,
+        messages=({"role": "user", "content": "How many primes are there below 100?"},),
+        columns={"answer": "25"},
+        group_size=GROUP_SIZE,
+        sampling=SAMPLING,
+        seed=sequence,
+    )
+
+
+def _group(task: Task, tokens: int, version: int) -> Sequence[Trajectory]:
+    first = _trajectory(tokens)
+    return [
+        replace(
+            first,
+            trajectory_id=f"{task.task_id}/{index}",
+            task_id=task.task_id,
+            index=index,
+            versions=(VersionSpan(version, tokens),),
+            score=float(index),
+            reward=float(index),
+        )
+        for index in range(task.group_size)
+    ]
+
+
+def _trajectory(tokens: int) -> Trajectory:
+    rng = np.random.default_rng(tokens)
+    return Trajectory(
+        trajectory_id="?",
+        task_id="?",
+        index=0,
+        token_ids=rng.integers(0, 49152, tokens + 32).astype(np.int32),
+        prompt_length=32,
+        logprobs=-rng.exponential(1.0, tokens).astype(np.float32),
+        loss_mask=np.ones(tokens, dtype=np.bool_),
+        versions=(VersionSpan(0, tokens),),
+        finish_reason=FinishReason.STOP,
+        sampling=SAMPLING,
+        reward=0.0,
+        score=0.0,
+        node_id="node",
+        generation_seconds=1.0,
+    )
+
+
+def _server_of(parent: int, other: int) -> int:
+    """The raw side's Redis: a child of ours that is not the service."""
+    (child,) = (p for p in psutil.Process(parent).children() if p.pid != other)
+    return int(child.pid)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def main(short: bool, peers: Path | None) -> None:
+    few: Callable[[int, int], int] = lambda full, brief: brief if short else full  # noqa: E731
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ratio_1024, ours_1024 = await ratio(few(5, 1), few(16, 4), 1024, folder)
+        ratio_8192, _ = await ratio(few(5, 1), few(4, 2), 8192, folder)
+        theirs = atropos(peers, 1024)
+        growth = await depth_growth(few(100_000, 2_000), few(5, 2), folder / "depth")
+        rss, lag = await endurance(few(100_000, 2_000), folder / "endurance")
+    finish(
+        seed=0,
+        ratio_to_redis_1024=round(ratio_1024, 2),
+        ratio_to_redis_8192=round(ratio_8192, 2),
+        ratio_to_atropos=None if theirs is None else round(ours_1024 / theirs, 4),
+        depth_growth=round(growth, 3),
+        rss_growth_mb=round(rss, 1),
+        loop_lag_ms_max=round(lag, 1),
+        cpu_ms_a_group_1024=round(ours_1024, 3),
+    )
+
+
+def run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="minutes instead of a quarter hour")
+    parser.add_argument("--peers", type=Path, help="holds one virtual environment a peer")
+    options = parser.parse_args()
+    asyncio.run(main(options.short, options.peers))
