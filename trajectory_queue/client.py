@@ -29,8 +29,9 @@ _ATTEMPT_SECONDS = 30.0
 # A stream is renewed now and then, so that a dead connection is noticed.
 _STREAM_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
-# A push is cut into messages of about this size; the server allows queue.max_message_bytes.
-_PUSH_BYTES = 8 << 20
+# A push is cut into messages of about this size: asyncio copies what it cannot send at once, again
+# and again.
+_PUSH_BYTES = 2 << 20
 
 
 class FailureKind(IntEnum):

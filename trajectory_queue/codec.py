@@ -38,17 +38,23 @@ def _result_decoder(command: Hashable) -> Any:
     return _decoder(get_args(base)[0])
 
 
+_PLAIN = frozenset({str, int, float, bool})
+
+
 def _encode(value: Any, blobs: list[bytes]) -> Any:
-    if isinstance(value, bytes):
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is bytes:
         blobs.append(value)
         return len(blobs) - 1
-    if isinstance(value, tuple):
+    if kind is tuple:
         return [_encode(item, blobs) for item in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
+    if isinstance(value, Enum):
+        return value.value
     return {
-        name: _encode(item, blobs)
-        for name in _names(cast("Hashable", type(value)))
+        name: item if type(item) in _PLAIN else _encode(item, blobs)
+        for name in _names(cast("Hashable", kind))
         if (item := getattr(value, name)) is not None
     }
 

@@ -41,6 +41,8 @@ _SCRIPT_OF: dict[type[Command[Any]], str] = {
 # Since 7.0 XAUTOCLAIM skips deleted entries by itself.
 _OLDEST_SERVER = (7, 0)
 _CALL_SECONDS = 5.0
+# Replies carry megabytes; in small reads asyncio moves its buffer again and again.
+_READ_BYTES = 1 << 20
 # How soon a waiter learns what another service changed.
 _POLL_SECONDS = 0.1
 
@@ -145,6 +147,7 @@ def connect(url: str) -> redis.Redis:
         url,
         socket_timeout=_CALL_SECONDS,
         socket_connect_timeout=_CALL_SECONDS,
+        socket_read_size=_READ_BYTES,
         health_check_interval=30,
         # Retries belong to the caller, who knows its deadline.
         retry=Retry(NoBackoff(), 0),
