@@ -28,7 +28,7 @@ ATTENTION = "leeway_cache"
 # Slots grow by so many tokens at a time; growing copies what is there.
 GROWTH = 128
 # Decode attention handles so many neighbouring slots at once, up to the longest of them.
-CHUNK = 16
+CHUNK = 32
 _ALIGNMENT = 64
 
 
@@ -183,16 +183,16 @@ class KVCache:
         kv_heads, n = key.shape[0], plan.decode
         keys[plan.slots, :, :, plan.positions] = key[:, :n].transpose(0, 1)
         values[plan.slots, :, plan.positions] = value[:, :n].transpose(0, 1)
-        grouped = (query[:, :n] * scale).transpose(0, 1).reshape(n * kv_heads, -1, query.shape[-1])
+        # One matrix for each slot and key-value head; its rows are the query heads of that group.
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        queries = (query[:, :n] * scale).transpose(0, 1).reshape(n * kv_heads, -1, query.shape[-1])
+        outputs = out[:n].view(n * kv_heads, -1, value.shape[-1])
         for chunk in plan.chunks:
             longest = chunk.mask.shape[-1]
-            rows = slice(chunk.start * kv_heads, chunk.stop * kv_heads)
-            part = slice(chunk.start, chunk.stop)
-            scores = torch.bmm(grouped[rows], keys[part, :, :, :longest].flatten(0, 1))
+            part = slice(chunk.start * kv_heads, chunk.stop * kv_heads)
+            scores = torch.bmm(queries[part], keys[part, :, :longest])
             scores.view(-1, kv_heads, *scores.shape[1:]).add_(chunk.mask)
-            weights = scores.softmax(-1)
-            attended = torch.bmm(weights, values[part, :, :longest].flatten(0, 1))
-            out[part] = attended.view(chunk.stop - chunk.start, -1, value.shape[-1])
+            torch.bmm(scores.softmax(-1), values[part, :longest], out=outputs[part])
 
 
 def _zeros(shape: tuple[int, ...]) -> Tensor:
