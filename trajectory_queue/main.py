@@ -26,11 +26,13 @@ async def serve(
     *,
     stop: asyncio.Event,
     on_ready: Callable[[str], None] = lambda address: None,
+    clock: Callable[[], int] | None = None,
 ) -> None:
     """Serves the run's queue until `stop` is set. Call it from the main thread.
 
     Args:
         on_ready: Called with the address once the service answers.
+        clock: Milliseconds, for tests; by default Redis' own clock, one for all services.
 
     Raises:
         ConfigError: the address cannot be bound, or Redis could lose or evict data.
@@ -38,7 +40,7 @@ async def serve(
     """
     settings = Settings.from_config(config)
     with redis_server(config, config.run.path / "redis") as url:
-        async with open_store(url, settings) as store:
+        async with open_store(url, settings, clock=clock) as store:
             service = QueueService(store, settings)
 
             async def setup(server: rpc.Server) -> None:

@@ -156,7 +156,11 @@ def connect(url: str) -> redis.Redis:
 
 @asynccontextmanager
 async def open_store(
-    url: str, settings: c.Settings, patience: float = 30.0
+    url: str,
+    settings: c.Settings,
+    *,
+    clock: Callable[[], int] | None = None,
+    patience: float = 30.0,
 ) -> AsyncIterator[RedisStore]:
     """A verified, configured store on the server at `url`.
 
@@ -165,7 +169,7 @@ async def open_store(
         InfrastructureError: it did not answer within `patience` seconds.
     """
     client = connect(url)
-    store = RedisStore(client, settings.run_id)
+    store = RedisStore(client, settings.run_id, clock)
     try:
         await _answering(store, patience)
         await store.apply(c.Configure(settings))

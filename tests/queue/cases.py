@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import shutil
@@ -26,6 +27,7 @@ from leeway.trajectory import FinishReason, Purpose, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
 from trajectory_queue import commands as c
 from trajectory_queue.ledger import Ledger
+from trajectory_queue.main import serve
 from trajectory_queue.store import RedisStore, connect
 
 R = TypeVar("R")
@@ -264,6 +266,22 @@ def trajectory(
 
 def group_of(task: Task, **changes: object) -> list[Trajectory]:
     return [trajectory(task, index, **changes) for index in range(task.group_size)]  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[str]:
+    """A service in this process; its address."""
+    stop = asyncio.Event()
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(serve(config, stop=stop, on_ready=ready.set_result))
+    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    try:
+        yield ready.result()
+    finally:
+        stop.set()
+        await running
 
 
 def backends() -> Iterator[str]:

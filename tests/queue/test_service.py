@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 import redis
-from cases import configuration, group_of, servers, task, trajectory
+from cases import configuration, group_of, servers, serving, task, trajectory
 
 from leeway import rpc
-from leeway.config import Config, QueueConfig, SecurityConfig, StalenessConfig
+from leeway.config import QueueConfig, SecurityConfig, StalenessConfig
 from leeway.errors import (
     ConfigError,
     DeadlineError,
@@ -36,22 +35,6 @@ from trajectory_queue.client import (
 )
 from trajectory_queue.embedded import embedded
 from trajectory_queue.main import serve
-
-
-@asynccontextmanager
-async def serving(config: Config) -> AsyncIterator[str]:
-    """A service in this process; its address."""
-    stop = asyncio.Event()
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(serve(config, stop=stop, on_ready=ready.set_result))
-    await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        running.result()
-    try:
-        yield ready.result()
-    finally:
-        stop.set()
-        await running
 
 
 class Run:

@@ -1,0 +1,64 @@
+"""A hundred simulated nodes and a trainer on the real service: what is promised, at scale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cases import configuration, serving
+
+from leeway import rpc
+from leeway.config import (
+    Config,
+    OverBudget,
+    QueueConfig,
+    RolloutConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TrainerConfig,
+)
+from trajectory_queue.client import OperatorQueue
+from trajectory_queue.simulated import Learned, Speed, run_fleet, run_trainer
+
+BATCH = 16
+
+
+def simulated(directory: Path, policy: OverBudget, address: str = "127.0.0.1:0") -> Config:
+    return configuration(
+        directory,
+        sampling=SamplingConfig(group_size=4, max_new_tokens=64),
+        staleness=StalenessConfig(budget=2, over_budget=policy),
+        trainer=TrainerConfig(batch_groups=BATCH, batch_seconds=2, checkpoint_every=4),
+        rollout=RolloutConfig(concurrency=4, heartbeat_seconds=1),
+        queue=QueueConfig(address=address, lease_seconds=10),
+    )
+
+
+async def train(config: Config, address: str, *, tasks: int, speed: Speed, step: float) -> Learned:
+    dialled = config.model_copy(update={"queue": QueueConfig(address=address)})
+    stop = asyncio.Event()
+    fleet = asyncio.create_task(run_fleet(dialled, 100, "node", speed, stop))
+    learned = await run_trainer(dialled, tasks=lambda: tasks, step_seconds=step, speed=speed)
+    async with asyncio.timeout(10):
+        await fleet  # The run is finished: nodes end by themselves.
+    return learned
+
+
+@pytest.mark.parametrize("policy", [OverBudget.MASK, OverBudget.DROP])
+async def test_every_task_ends_once_and_none_is_over_the_budget(
+    tmp_path: Path, policy: OverBudget
+) -> None:
+    config = simulated(tmp_path, policy)
+    async with serving(config) as address, rpc.connect(address, config.security) as channel:
+        learned = await train(config, address, tasks=320, speed=Speed(failure_share=0.01), step=0.1)
+        status = await OperatorQueue(channel).status()
+    groups = dict(status.groups)
+    trained = Counter(task for _, tasks in learned.steps for task in tasks)
+    assert learned.over_budget == learned.corrupt == 0
+    assert max(trained.values()) == 1
+    assert len(trained) == groups["committed"]
+    assert sum(groups.values()) == status.enqueued == 320
+    assert sum(groups[s] for s in ("waiting", "running", "queued", "leased")) == 0
+    assert status.payload_bytes == 0
