@@ -89,6 +89,9 @@ class TaskConfig(Section):
     """By default what the model's chat template says."""
     examples: tuple[ExampleConfig, ...] = ()
     """Turns that come before every prompt and show how to answer."""
+    keep: str | None = None
+    """`module:function` or `path/to/file.py:function`, called as `keep(**columns) -> bool` on each
+    row of the source: those for which it is false are neither trained on nor held out."""
     reward: str | None = None
     """`module:function` or `path/to/file.py:function`, called as `reward(completion, **columns)`.
     By default a reasoning-gym source scores with its dataset's own scorer."""

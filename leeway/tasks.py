@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from prometheus_client import Counter
 
 from leeway.config import Config, ReasoningGymConfig, TaskConfig
 from leeway.errors import ConfigError, DataError
+from leeway.functions import load_function
 from leeway.trajectory import Purpose, Sampling, Task
 
 log = structlog.get_logger(__name__)
@@ -74,12 +75,14 @@ def open_source(config: Config) -> TaskSource:
         DataError: an unreadable row, with `task.bad_rows = stop`.
     """
     preamble = _preamble(config.task)
+    keep = _keep(config.task.keep)
     if config.task.reasoning_gym is not None:
         return ReasoningGymSource(
             config.task.reasoning_gym,
             preamble=preamble,
             heldout=config.task.heldout,
             seed=config.run.seed,
+            keep=keep,
         )
     assert config.task.jsonl is not None  # TaskConfig: exactly one source
     return JsonlSource(
@@ -89,7 +92,26 @@ def open_source(config: Config) -> TaskSource:
         batch=config.trainer.batch_groups,
         seed=config.run.seed,
         stop_at_bad_row=config.task.bad_rows == "stop",
+        keep=keep,
     )
+
+
+def _keep(spec: str | None) -> Callable[[Row], bool]:
+    if spec is None:
+        return lambda row: True
+    function = load_function(spec, "task.keep")
+
+    def keep(row: Row) -> bool:
+        try:
+            return bool(function(**row.columns))
+        except Exception as error:
+            # The boundary to the user's code.
+            raise ConfigError(
+                f"task.keep = {spec!r}: raised {type(error).__name__}: {error} on a row with the "
+                f"columns {sorted(row.columns)}; write `def keep(answer, **columns) -> bool`"
+            ) from error
+
+    return keep
 
 
 class Sampler:
@@ -166,11 +188,18 @@ class ReasoningGymSource:
     """
 
     def __init__(
-        self, config: ReasoningGymConfig, *, preamble: Messages, heldout: int, seed: int
+        self,
+        config: ReasoningGymConfig,
+        *,
+        preamble: Messages,
+        heldout: int,
+        seed: int,
+        keep: Callable[[Row], bool] = lambda row: True,
     ) -> None:
         self._config = config
         self._preamble = preamble
         self._seed = seed
+        self._keep = keep
         self._opened = lru_cache(maxsize=16)(self._open)
         self._heldout = self._choose(heldout)
         self._heldout_questions = {row.columns["question"] for row in self._heldout}
@@ -180,7 +209,7 @@ class ReasoningGymSource:
         chunk, index = divmod(position, _CHUNK)
         for attempt in range(_REDRAWS):
             row = self._row(f"train/{chunk}/{attempt}", index)
-            if row.columns["question"] not in self._heldout_questions:
+            if row.columns["question"] not in self._heldout_questions and self._keep(row):
                 return row
         raise ConfigError(
             f"task.heldout = {len(self._heldout)}: all {_REDRAWS} problems drawn for training are "
@@ -196,7 +225,7 @@ class ReasoningGymSource:
         while len(chosen) < count:
             chunk, index = divmod(draw, _CHUNK)
             row = self._row(f"heldout/{chunk}", index)
-            if row.columns["question"] not in chosen:
+            if row.columns["question"] not in chosen and self._keep(row):
                 chosen[row.columns["question"]] = row
                 last_new = draw
             elif draw - last_new >= _PATIENCE:
@@ -272,10 +301,12 @@ class JsonlSource:
         batch: int,
         seed: int,
         stop_at_bad_row: bool = False,
+        keep: Callable[[Row], bool] = lambda row: True,
     ) -> None:
         self._seed = seed
         rows, self.faults = _read(path, preamble)
         self._report(path, stop_at_bad_row)
+        rows = [row for row in rows if keep(row)]
         if not rows:
             raise ConfigError(
                 f"task.jsonl = {str(path)!r}: no usable row ({len(self.faults)} unreadable); "

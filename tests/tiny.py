@@ -1,4 +1,4 @@
-"""A tiny language model with a character tokenizer, built in a second, for tests that run for real."""
+"""A tiny language model with a character tokenizer, for tests that run for real."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Every bad source says which field or line is wrong, what it holds, and what to do."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from leeway.config import Config
+from leeway.config import Config, load
 from leeway.errors import ConfigError, DataError
 from leeway.tasks import JsonlSource, open_source
 
@@ -205,3 +206,52 @@ def test_all_problems_held_out():
         "task.heldout = 10: all 200 problems drawn for training are held out; lower it, or widen "
         "task.reasoning_gym.dataset 'chain_sum' with other args"
     )
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("nonsense", "write module:function"),
+        ("/does/not/exist.py:keep", "FileNotFoundError"),
+        ("{file}:absent", "AttributeError"),
+        ("{file}:raises", "raised ValueError: why not on a row with the columns"),
+    ],
+)
+def test_a_keep_function_that_does_not_work(tmp_path: Path, keep: str, message: str) -> None:
+    file = tmp_path / "keep.py"
+    file.write_text("def raises(**columns): raise ValueError('why not')\n")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n')
+    config = load(
+        None,
+        [
+            "model.path=m",
+            f"task.jsonl={rows}",
+            "task.reward=r.py:reward",
+            f"task.keep={keep.format(file=file)}",
+        ],
+        {},
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        open_source(config)
+
+
+def test_rows_that_are_not_kept_are_neither_trained_on_nor_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "keep.py"
+    file.write_text("def keep(answer, **columns): return not answer.startswith('-')\n")
+    dataset = (
+        "{dataset: chain_sum, args: {min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}"
+    )
+    config = load(
+        None,
+        [
+            "model.path=m",
+            f"task.reasoning_gym={dataset}",
+            f"task.keep={file}:keep",
+            "task.heldout=40",
+        ],
+        {},
+    )
+    source = open_source(config)
+    rows = [*source.heldout(), *(source.train(position) for position in range(200))]
+    assert not any(row.columns["answer"].startswith("-") for row in rows)
