@@ -84,9 +84,8 @@ def up(
 
 
 async def _up(config: Config, config_path: Path) -> int:
-    from trajectory_queue.embedded import redis_server
-
     from leeway import local, progress, report
+    from trajectory_queue.embedded import redis_server
 
     console = Console()
     run = config.run.path
@@ -215,6 +214,22 @@ def status(path: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(waits(answer))
     for name, count in sorted(answer.groups.items()):
         typer.echo(f"  {name}: {count}")
+
+
+@app.command()
+def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """List the nodes: which policy each has, since when, and from whom."""
+    from trainer_service.weight_broadcast.listing import list_nodes
+
+    config = configuration.load(path, overrides or ())
+    version, rows = asyncio.run(list_nodes(config.weights.address, config.security))
+    typer.echo(f"newest version: {version}")
+    for row in rows:
+        source = row.parent or "the publisher"
+        typer.echo(
+            f"  {row.node_id}: version {row.version} ({row.state}, {row.lag} behind), "
+            f"{row.seconds_ago:.0f} s ago, from {source}" + (f": {row.message}" if row.message else "")
+        )
 
 
 def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) -> Config:
