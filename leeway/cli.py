@@ -228,7 +228,8 @@ def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
         source = row.parent or "the publisher"
         typer.echo(
             f"  {row.node_id}: version {row.version} ({row.state}, {row.lag} behind), "
-            f"{row.seconds_ago:.0f} s ago, from {source}" + (f": {row.message}" if row.message else "")
+            f"{row.seconds_ago:.0f} s ago, from {source}"
+            + (f": {row.message}" if row.message else "")
         )
 
 
