@@ -134,6 +134,9 @@ class StalenessConfig(Section):
     over_budget: OverBudget = OverBudget.MASK
     max_reissues: NonNegativeInt = 2
     """How often a task whose group was dropped as stale is tried again."""
+    patience_seconds: NonNegativeFloat = 60.0
+    """With `drop`: how long a batch is held for a running group that the next version would make
+    stale. Without it, tasks that take longer than the budget allows would never be trained."""
 
 
 class QueueConfig(Section):
@@ -143,12 +146,16 @@ class QueueConfig(Section):
     """By default `REDIS_URL`, or else an embedded server."""
     lease_seconds: PositiveFloat = 60.0
     """A node that is silent for so long loses its work to another."""
+    stall_seconds: PositiveFloat = 1800.0
+    """A lease whose node reports no new token for so long is taken away although the node lives."""
     max_attempts: PositiveInt = 3
     max_bytes: PositiveInt = 4 << 30
     """Payload bytes the queue may hold; beyond, admission pauses and pushes are held back."""
     max_message_bytes: PositiveInt = 64 << 20
     filter_equal_scores: bool = True
     """End groups whose scores are all equal: they carry no signal for group-relative advantages."""
+    filter_longer_than: PositiveInt | None = None
+    """End groups in which a response has more tokens than this; by default none."""
     group_release: Literal["complete", "streaming"] = "complete"
     min_group: PositiveInt | None = None
     """Fewest trajectories a group may be trained with after failures; by default all."""

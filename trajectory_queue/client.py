@@ -286,15 +286,21 @@ class TrainerQueue(OperatorQueue):
         self._trainer_id = trainer_id
         self._incarnation = 0
 
-    async def resume(self, version: int, incarnation: int = 0) -> Resumed:
+    async def resume(self, version: int, incarnation: int = 0, vocabulary: int = 0) -> Resumed:
         """Begins a life at `version`: what was committed after it is queued again.
 
         Args:
             incarnation: Greater than every earlier one; 0 to be given the next.
+            vocabulary: How many token ids the model knows: pushes with others are refused.
         """
         answer = await self._ask(
             self._stub.Resume,
-            pb.ResumeRequest(trainer_id=self._trainer_id, incarnation=incarnation, version=version),
+            pb.ResumeRequest(
+                trainer_id=self._trainer_id,
+                incarnation=incarnation,
+                version=version,
+                vocabulary=vocabulary,
+            ),
             "resume the trainer",
         )
         self._incarnation = answer.incarnation

@@ -90,6 +90,9 @@ class Settings:
     max_attempts: int = 3
     max_bytes: int = 4 << 30
     filter_equal_scores: bool = True
+    filter_longer_than: int | None = None
+    patience_ms: int = 60_000
+    stall_ms: int = 1_800_000
     min_group: int | None = None
 
     @classmethod
@@ -104,6 +107,9 @@ class Settings:
             max_attempts=config.queue.max_attempts,
             max_bytes=config.queue.max_bytes,
             filter_equal_scores=config.queue.filter_equal_scores,
+            filter_longer_than=config.queue.filter_longer_than,
+            patience_ms=int(config.staleness.patience_seconds * 1000),
+            stall_ms=int(config.queue.stall_seconds * 1000),
             min_group=config.queue.min_group,
         )
 
@@ -192,12 +198,19 @@ class Extended:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    lease_id: str
+    tokens: int
+    """Generated so far."""
+
+
+@dataclass(frozen=True, slots=True)
 class Extend(Command[Extended]):
-    """A node's heartbeat: it lives, and so do these leases."""
+    """A node's heartbeat: it lives, and so do these leases, as long as they get on."""
 
     node_id: str
     version: int
-    lease_ids: tuple[str, ...]
+    progress: tuple[Progress, ...]
     waiting_for: str = ""
     waiting_ms: int = 0
 
@@ -209,6 +222,7 @@ class Entry:
     Attributes:
         oldest, newest: Versions over its trainable tokens; None when it has none.
         tokens: Length of its response.
+        largest_id: Of its token ids.
         score: What filters look at.
     """
 
@@ -220,6 +234,7 @@ class Entry:
     oldest: int | None
     newest: int | None
     tokens: int
+    largest_id: int
     score: float
     payload: bytes
 
@@ -332,6 +347,8 @@ class BatchLeased:
     """The one that the batch is checked under: the budget when it was opened."""
     full: bool
     untrained: Untrained = field(default_factory=Untrained)
+    awaited: int = 0
+    """Running groups that the batch is held for: the next version would make them stale."""
     running: int = 0
     waiting: int = 0
     payload_bytes: int = 0
@@ -416,11 +433,15 @@ class Resumed:
 @dataclass(frozen=True, slots=True)
 class Resume(Command[Resumed]):
     """A new life of the trainer at `version`. What was committed after it and what older lives had
-    leased is queued again; evaluation groups also when they were committed at `version`."""
+    leased is queued again; evaluation groups also when they were committed at `version`.
+
+    `vocabulary`: how many token ids the model knows; 0 when the trainer does not say.
+    """
 
     trainer_id: str
     incarnation: int
     version: int
+    vocabulary: int = 0
 
 
 # Operators ---------------------------------------------------------------------------------------

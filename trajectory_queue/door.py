@@ -39,6 +39,7 @@ def examine(lease_id: str, payload: bytes) -> Entry | AtTheDoor:
         oldest=oldest,
         newest=newest,
         tokens=trajectory.response_length,
+        largest_id=int(trajectory.token_ids.max()),
         score=trajectory.score if trajectory.score is not None else reward,
         payload=payload,
     )

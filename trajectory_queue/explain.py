@@ -27,6 +27,8 @@ def batch_wait(batch: BatchLeased, wanted: int, settings: Settings) -> str:
         f"{len(batch.groups)} of {wanted} groups are complete; {batch.running} running, "
         f"{batch.waiting} waiting for a node"
     )
+    if batch.awaited:
+        text += f"; held for {batch.awaited} that the next version would make stale"
     if batch.payload_bytes >= settings.max_bytes:
         text += (
             f"; the queue is full ({batch.payload_bytes} of {settings.max_bytes} bytes): a "

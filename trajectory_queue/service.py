@@ -121,7 +121,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 c.Extend(
                     request.node_id,
                     request.version,
-                    tuple(progress.lease_id for progress in request.progress),
+                    tuple(c.Progress(each.lease_id, each.tokens) for each in request.progress),
                     request.waiting_for,
                     int(request.waiting_seconds * 1000),
                 )
@@ -288,7 +288,9 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.ResumeResponse:
         async with _answering(context):
             resumed = await self._store.apply(
-                c.Resume(request.trainer_id, request.incarnation, request.version)
+                c.Resume(
+                    request.trainer_id, request.incarnation, request.version, request.vocabulary
+                )
             )
             log.info(
                 "trainer resumed",

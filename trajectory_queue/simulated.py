@@ -236,7 +236,11 @@ class Node:
             await asyncio.sleep(self._heartbeat_seconds)
             with suppress(InfrastructureError):
                 lost = await self._queue.extend(
-                    version=self._policy.version, progress=dict.fromkeys(self._running, 0)
+                    version=self._policy.version,
+                    progress={
+                        lease_id: sum(t.response_length for t in partials.values())
+                        for lease_id, partials in self._partials.items()
+                    },
                 )
                 for lease_id in lost:
                     if lease_id in self._running:

@@ -289,14 +289,16 @@ class CheckpointedResponse(_message.Message):
     def __init__(self, payloads_freed: _Optional[int] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("trainer_id", "incarnation", "version")
+    __slots__ = ("trainer_id", "incarnation", "version", "vocabulary")
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     incarnation: int
     version: int
-    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    vocabulary: int
+    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., vocabulary: _Optional[int] = ...) -> None: ...
 
 class ResumeResponse(_message.Message):
     __slots__ = ("incarnation", "restored")

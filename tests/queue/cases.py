@@ -126,6 +126,7 @@ def entry(
         "oldest": version,
         "newest": version,
         "tokens": 5,
+        "largest_id": 9,
         "score": float(index),
         "payload": f"{task_id}/{index} of version {version}".encode(),
     }
@@ -147,7 +148,7 @@ class Driver:
 
     async def start(self, tasks: int = 0, **changes: object) -> None:
         await self.apply(c.Configure(settings(**changes)))
-        self.incarnation = (await self.apply(c.Resume("trainer", 0, 0))).incarnation
+        self.incarnation = (await self.apply(c.Resume("trainer", 0, 0, vocabulary=100))).incarnation
         if tasks:
             await self.enqueue(*(new_task(number) for number in range(tasks)))
 

@@ -153,19 +153,35 @@ async def test_a_heartbeat_keeps_leases_and_tells_which_are_lost(queue: Driver) 
     await queue.start(tasks=2)
     kept, lost = (await queue.lease()).leases
     queue.backend.now += 900
-    extended = await queue.apply(c.Extend("node", 0, (kept.lease_id,)))
+    extended = await queue.apply(c.Extend("node", 0, (c.Progress(kept.lease_id, 1),)))
     assert extended.lost == ()
     queue.backend.now += 900
-    extended = await queue.apply(c.Extend("node", 0, (kept.lease_id,)))
+    extended = await queue.apply(c.Extend("node", 0, (c.Progress(kept.lease_id, 1),)))
     await queue.apply(c.Expire())
-    extended = await queue.apply(c.Extend("node", 0, (kept.lease_id, lost.lease_id)))
+    extended = await queue.apply(
+        c.Extend("node", 0, tuple(c.Progress(x.lease_id, 2) for x in (kept, lost)))
+    )
     assert extended.lost == (lost.lease_id,)
+
+
+async def test_a_lease_that_gets_nowhere_is_taken_although_its_node_lives(queue: Driver) -> None:
+    await queue.start(tasks=2, stall_ms=2_000)
+    moving, stuck = (await queue.lease()).leases
+    for tokens in range(4):
+        queue.backend.now += 700
+        progress = (c.Progress(moving.lease_id, tokens), c.Progress(stuck.lease_id, 0))
+        lost = (await queue.apply(c.Extend("node", 0, progress))).lost
+        assert lost == ((stuck.lease_id,) if tokens >= 2 else ())
+        if lost:
+            break
+    assert (await queue.apply(c.Inspect("t1"))).reasons == ("infrastructure: stalled at 0 tokens",)
 
 
 async def test_one_node_cannot_touch_the_leases_of_another(queue: Driver) -> None:
     await queue.start(tasks=1)
     (lease,) = (await queue.lease()).leases
-    assert (await queue.apply(c.Extend("thief", 0, (lease.lease_id,)))).lost == (lease.lease_id,)
+    progress = (c.Progress(lease.lease_id, 1),)
+    assert (await queue.apply(c.Extend("thief", 0, progress))).lost == (lease.lease_id,)
     await queue.apply(c.Fail("thief", lease.lease_id, Failure.DATA, "mine now"))
     await queue.apply(c.GiveBack("thief", lease.lease_id, ()))
     assert (await queue.report()).groups["running"] == 1
@@ -177,7 +193,8 @@ async def test_a_clock_that_jumps_back_stands_still(queue: Driver) -> None:
     (lease,) = (await queue.lease()).leases
     queue.backend.now = 1_000
     assert (await queue.apply(c.Expire())).count == 0
-    assert (await queue.apply(c.Extend("node", 0, (lease.lease_id,)))).lost == ()
+    progress = (c.Progress(lease.lease_id, 1),)
+    assert (await queue.apply(c.Extend("node", 0, progress))).lost == ()
 
 
 async def test_a_drained_node_gives_partials_back_and_loses_no_attempt(queue: Driver) -> None:
@@ -269,6 +286,7 @@ async def test_a_late_push_never_lifts_the_bound(queue: Driver) -> None:
         ({"task_id": "t1"}, "task_id"),
         ({"index": 2}, "index"),
         ({"newest": 1}, "versions"),
+        ({"largest_id": 100}, "token_ids"),
         ({"sampling": "temperature 2"}, "sampling"),
     ],
 )
@@ -338,6 +356,16 @@ async def test_equal_scores_are_filtered_and_the_place_refunded(queue: Driver) -
     assert names(batch) == ["t1", "t2"]
     assert batch.untrained == c.Untrained(groups=1, trajectories=2, score_sum=0.5)
     assert (await queue.report()).groups["filtered"] == 1
+
+
+async def test_groups_with_a_response_too_long_are_filtered(queue: Driver) -> None:
+    await queue.start(tasks=2, filter_longer_than=8)
+    first, second = (await queue.lease()).leases
+    await queue.push(*(entry(first.lease_id, "t0", i, tokens=8 + i) for i in range(2)))
+    await queue.push(*(entry(second.lease_id, "t1", i, tokens=8) for i in range(2)))
+    report = await queue.report()
+    assert (report.groups["filtered"], report.groups["queued"]) == (1, 1)
+    assert report.counters["filtered_too_long"] == 1
 
 
 async def test_evaluation_is_never_filtered(queue: Driver) -> None:
@@ -420,6 +448,28 @@ async def test_drop_ends_or_reissues_and_refunds(queue: Driver) -> None:
         await queue.complete(lease, version=0)
         assert names(await queue.batch(3, groups=3)) == ["t2"]
     assert (await queue.report()).groups["stale"] == 2
+
+
+async def test_drop_paces_first(queue: Driver) -> None:
+    """A slow group that the next version would make stale holds the batch, within the patience."""
+    await queue.start(tasks=4, budget=0, over_budget=OverBudget.DROP, patience_ms=5_000)
+    fast, slow = (await queue.lease()).leases
+    await queue.complete(fast)
+    held = await queue.batch(0, groups=1)
+    assert (names(held), held.full, held.awaited) == ([], False, 1)
+    queue.backend.now += 900
+    await queue.apply(c.Extend("node", 0, (c.Progress(slow.lease_id, 3),)))
+    await queue.complete(slow)
+    batch = await queue.batch(0, groups=2)
+    assert names(batch) == ["t0", "t1"]
+    await queue.commit(batch, 1)
+
+    fast, slow = (await queue.lease(version=1)).leases
+    await queue.complete(fast, version=1)
+    assert not (await queue.batch(1, groups=1)).full
+    queue.backend.now += 5_001
+    impatient = await queue.batch(1, groups=1)
+    assert (names(impatient), impatient.full) == (["t2"], True)
 
 
 async def test_keep_is_counted_never_hidden(queue: Driver) -> None:

@@ -94,6 +94,9 @@ class QueueMachine(RuleBasedStateMachine):
         max_attempts=st.integers(1, 3),
         filter_equal_scores=st.booleans(),
         min_group=st.sampled_from([None, 1]),
+        filter_longer_than=st.sampled_from([None, 6]),
+        patience_ms=st.sampled_from([0, 2_000]),
+        stall_ms=st.sampled_from([900, 100_000]),
         max_bytes=st.sampled_from([60, 1 << 20]),
         tasks=st.integers(1, 8),
     )
@@ -170,6 +173,8 @@ class QueueMachine(RuleBasedStateMachine):
                 oldest=oldest,
                 newest=newest,
                 score=scores[index % 2],
+                tokens=5 + span,
+                largest_id=newest,
                 payload=f"{task_id}/{index}/{next(self.names)}".encode(),
             )
             for index in indices
@@ -203,9 +208,11 @@ class QueueMachine(RuleBasedStateMachine):
         partials = tuple(c.Partial(index, b"so far" * (index + 1)) for index in sorted(indices))
         self.apply(c.GiveBack(node, lease_id, partials))
 
-    @rule(node=NODES)
-    def extend(self, node: str) -> None:
-        held = tuple(lease_id for lease_id, _, owner in self.leases[-8:] if owner == node)
+    @rule(node=NODES, tokens=st.integers(0, 2))
+    def extend(self, node: str, tokens: int) -> None:
+        held = tuple(
+            c.Progress(lease_id, tokens) for lease_id, _, owner in self.leases[-8:] if owner == node
+        )
         self.apply(c.Extend(node, self.version, held, "weights", 10))
 
     @rule(step=st.sampled_from([-5_000, 10, 400, 1_100, 700_000]))
@@ -310,7 +317,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._resume(max(self.checkpoint, self.version - lag))
 
     def _resume(self, version: int) -> None:
-        resumed = self.apply(c.Resume("trainer", 0, version))
+        resumed = self.apply(c.Resume("trainer", 0, version, vocabulary=20))
         self.incarnation, self.version = resumed.incarnation, version
         self.published = max(self.published, version)
         self.batches.clear()

@@ -41,6 +41,10 @@ class Group:
     lease_id: str = ""
     node_id: str = ""
     expires: int = 0
+    admitted: int = 0
+    """Version of the node's weights at the lease."""
+    progress: int = 0
+    progressed_at: int = 0
     attempts: int = 0
     failures: int = 0
     reissues: int = 0
@@ -91,6 +95,7 @@ class Batch:
     full: bool = False
     untrained: c.Untrained = field(default_factory=c.Untrained)
     wanted: int = 0
+    opened: int = 0
     waiting_since: int | None = None
 
 
@@ -135,6 +140,8 @@ class Books:
     published: int = 0
     """The newest that ever was the trainer's; a resume does not take it back."""
     incarnation: int = 0
+    vocabulary: int = 0
+    """Token ids that the trainer's model knows; 0 when it has not said."""
     paused: bool = False
     draining: bool = False
     payload_bytes: int = 0

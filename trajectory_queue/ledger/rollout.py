@@ -38,7 +38,7 @@ def lease_tasks(books: Books, command: c.LeaseTasks) -> c.TasksLeased:
         if command.version < group.task.min_version:
             needs.append(group.task.min_version)
             break
-        admitted.append(_lease(books, group, command.node_id, names[len(admitted)]))
+        admitted.append(_lease(books, group, command, names[len(admitted)]))
     for group in books.by_sequence(Lane.TRAIN):
         if len(admitted) == command.max_groups:
             break
@@ -52,7 +52,7 @@ def lease_tasks(books: Books, command: c.LeaseTasks) -> c.TasksLeased:
             needs.append(required)
             break
         else:
-            admitted.append(_lease(books, group, command.node_id, names[len(admitted)]))
+            admitted.append(_lease(books, group, command, names[len(admitted)]))
     return _leased(books, admitted, Wait.VERSION if needs else wait, min(needs, default=None))
 
 
@@ -69,11 +69,13 @@ def _admission(books: Books) -> Wait:
     return Wait.NONE
 
 
-def _lease(books: Books, group: Group, node_id: str, lease_id: str) -> Group:
+def _lease(books: Books, group: Group, command: c.LeaseTasks, lease_id: str) -> Group:
     books.move(group, State.RUNNING)
-    group.lease_id, group.node_id = lease_id, node_id
+    group.lease_id, group.node_id = lease_id, command.node_id
+    group.admitted = command.version
     group.attempts += 1
     group.expires = books.clock + books.settings.lease_ms
+    group.progress, group.progressed_at = 0, books.clock
     books.leases[lease_id] = group.task.task_id
     return group
 
@@ -110,10 +112,18 @@ def extend(books: Books, command: c.Extend) -> c.Extended:
     node = books.see(command.node_id, command.version)
     node.waiting_for, node.waiting_ms = command.waiting_for, command.waiting_ms
     lost = []
-    for lease_id in command.lease_ids:
-        group = books.held(lease_id, command.node_id)
+    for progress in command.progress:
+        group = books.held(progress.lease_id, command.node_id)
+        if group is not None and progress.tokens != group.progress:
+            group.progress, group.progressed_at = progress.tokens, books.clock
         if group is None:
-            lost.append(lease_id)
+            lost.append(progress.lease_id)
+        elif books.clock - group.progressed_at >= books.settings.stall_ms:
+            lost.append(progress.lease_id)
+            books.counters["stalled"] += 1
+            _fail_attempt(
+                books, group, Failure.INFRASTRUCTURE, f"stalled at {group.progress} tokens"
+            )
         else:
             group.expires = books.clock + books.settings.lease_ms
     return c.Extended(tuple(lost))
@@ -164,6 +174,10 @@ def _fault(books: Books, entry: c.Entry) -> c.Refused | None:
         return refused(
             "versions", entry.newest, f"the newest published version is {books.published}"
         )
+    if 0 < books.vocabulary <= entry.largest_id:
+        return refused(
+            "token_ids", entry.largest_id, f"the model knows {books.vocabulary} token ids"
+        )
     group = books.groups.get(entry.task_id)
     if group is None:
         return None
@@ -200,13 +214,9 @@ def _accept(books: Books, group: Group, entry: c.Entry) -> None:
 def _finish(books: Books, group: Group) -> None:
     """The group has all the samples it will get: the trainer may have it, if it can learn."""
     books.end_lease(group)
-    scores = {entry.score for entry in group.slots.values()}
-    if (
-        books.settings.filter_equal_scores
-        and group.task.lane is Lane.TRAIN
-        and len(group.slots) > 1
-        and len(scores) == 1
-    ):
+    reason = _filter(books.settings, group)
+    if reason:
+        books.counters[f"filtered_{reason}"] += 1
         books.end_untrained(group, State.FILTERED)
         return
     for partial in group.partials.values():
@@ -214,6 +224,19 @@ def _finish(books: Books, group: Group) -> None:
     group.partials.clear()
     group.queued_at = books.clock
     books.move(group, State.QUEUED)
+
+
+def _filter(settings: c.Settings, group: Group) -> str:
+    """Why a complete group is not trained; empty when it is."""
+    if group.task.lane is not Lane.TRAIN:
+        return ""
+    longest = max(entry.tokens for entry in group.slots.values())
+    if settings.filter_longer_than is not None and longest > settings.filter_longer_than:
+        return "too_long"
+    scores = {entry.score for entry in group.slots.values()}
+    if settings.filter_equal_scores and len(group.slots) > 1 and len(scores) == 1:
+        return "equal_scores"
+    return ""
 
 
 def give_back(books: Books, command: c.GiveBack) -> c.Done:

@@ -16,11 +16,13 @@ def lease_batch(books: Books, command: c.LeaseBatch) -> c.BatchLeased:
             f"version = {command.version}: the queue's is {books.version}; commit or resume"
         )
     key = (command.trainer_id, command.lane)
-    batch = books.batches.setdefault(key, Batch(command.batch_id, command.lane, books.budget))
+    batch = books.batches.setdefault(
+        key, Batch(command.batch_id, command.lane, books.budget, opened=books.clock)
+    )
     batch.wanted = len(command.task_ids) or command.groups
-    ended = 0
+    awaited, ended = _awaited(books, batch), 0
     for group in _candidates(books, command):
-        if len(batch.task_ids) >= batch.wanted:
+        if len(batch.task_ids) >= batch.wanted - awaited:
             break
         if command.lane is Lane.EVAL or _passes(books, group, batch.budget):
             books.move(group, State.LEASED)
@@ -42,9 +44,24 @@ def lease_batch(books: Books, command: c.LeaseBatch) -> c.BatchLeased:
         budget=batch.budget,
         full=batch.full,
         untrained=batch.untrained,
+        awaited=awaited,
         running=books.counts[command.lane][State.RUNNING],
         waiting=books.counts[command.lane][State.WAITING],
         payload_bytes=books.payload_bytes,
+    )
+
+
+def _awaited(books: Books, batch: Batch) -> int:
+    """Running groups that fit the budget now and would be dropped after this batch."""
+    settings = books.settings
+    impatient = books.clock - batch.opened >= settings.patience_ms
+    if settings.over_budget is not OverBudget.DROP or batch.lane is not Lane.TRAIN or impatient:
+        return 0
+    return sum(
+        group.state is State.RUNNING
+        and group.task.lane is Lane.TRAIN
+        and group.admitted == books.version - batch.budget
+        for group in books.groups.values()
     )
 
 
@@ -171,6 +188,7 @@ def resume(books: Books, command: c.Resume) -> c.Resumed:
     if incarnation <= books.incarnation:
         raise FencedError(f"incarnation = {incarnation}: {books.incarnation} has been here already")
     books.incarnation = incarnation
+    books.vocabulary = command.vocabulary or books.vocabulary
     books.version = command.version
     books.published = max(books.published, books.version)
     for key in list(books.batches):

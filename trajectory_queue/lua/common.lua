@@ -19,7 +19,8 @@
 --                            checkpoint covers it
 --          waiting:<lane>    zset by sequence        running           zset by expiry
 --          queued:<lane>     zset by age             committed:<lane>  zset by version
---          dead              zset by sequence
+--          dead              zset by sequence        admitted          zset of the running training
+--                                                    groups by their node's version at the lease
 --          batches           hash: "<lane>:<trainer>" -> JSON of the open batch
 --          last_commit       hash: "<lane>:<trainer>" -> "<batch id> <count>"
 --          nodes, node_waits hashes: node id -> JSON;  audit: list of JSON
@@ -60,7 +61,7 @@ end
 -- Meta and counts --------------------------------------------------------------------------------
 
 local META = {'settings', 'budget', 'clock', 'version', 'published', 'incarnation', 'paused',
-  'draining', 'bytes', 'untrained_groups', 'untrained_trajectories', 'untrained_scores'}
+  'draining', 'vocabulary', 'bytes', 'untrained_groups', 'untrained_trajectories', 'untrained_scores'}
 local L, dirty = {}, {}
 for i, value in ipairs(call('HMGET', P .. 'meta', unpack(META))) do
   if i == 1 then L.settings = value else L[META[i]] = tonumber(value or 0) end
@@ -135,7 +136,7 @@ local function new_group(task)
   local g = {
     lane = task.lane, state = 'waiting', sequence = task.sequence, size = task.size,
     min_version = task.min_version, sampling = task.sampling, lease = '', node = '', expires = 0,
-    attempts = 0, failures = 0, reissues = 0, reasons = {}, slots = {}, samples = 0, tokens = 0,
+    admitted = 0, progress = 0, progressed_at = 0, attempts = 0, longest = 0, failures = 0, reissues = 0, reasons = {}, slots = {}, samples = 0, tokens = 0,
     bytes = 0, partial_bytes = 0, score_sum = 0, mixed = false, queued_at = 0, committed_at = 0,
   }
   groups[task.task_id] = {id = task.task_id, is = g, changed = true}
@@ -180,6 +181,10 @@ local function move(g, to)
   g.state = to
   index, score = index_of(g)
   if index then call('ZADD', index, score, g.id) end
+  if g.lane == 'train' then
+    if to == 'running' then call('ZADD', P .. 'admitted', g.admitted, g.id)
+    else call('ZREM', P .. 'admitted', g.id) end
+  end
   save(g)
   if WAKES[to] then wake[WAKES[to]] = true end
 end
@@ -214,7 +219,7 @@ local function drop_payloads(g)
   end
   if g.partial_bytes > 0 then call('DEL', P .. 'partials:' .. g.id) end
   add_bytes(-g.bytes - g.partial_bytes)
-  g.slots, g.samples, g.tokens, g.bytes, g.partial_bytes = {}, 0, 0, 0, 0
+  g.slots, g.samples, g.tokens, g.longest, g.bytes, g.partial_bytes = {}, 0, 0, 0, 0, 0
   g.score_sum, g.mixed, g.oldest, g.newest, g.first_score = 0, false, nil, nil, nil
   save(g)
 end

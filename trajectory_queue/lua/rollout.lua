@@ -12,10 +12,19 @@ local function end_lease(g)
   end
 end
 
+-- Why a complete group is not trained; nil when it is.
+local function filter(g)
+  if g.lane ~= 'train' then return nil end
+  if S.filter_longer_than and g.longest > S.filter_longer_than then return 'too_long' end
+  if S.filter_equal_scores and g.samples > 1 and not g.mixed then return 'equal_scores' end
+end
+
 -- The group has all the samples it will get: the trainer may have it, if it can learn from it.
 local function finish(g)
   end_lease(g)
-  if S.filter_equal_scores and g.lane == 'train' and g.samples > 1 and not g.mixed then
+  local reason = filter(g)
+  if reason then
+    count('filtered_' .. reason)
     end_untrained(g, 'filtered')
     return
   end
@@ -65,9 +74,10 @@ local function admission()
   return ''
 end
 
-local function lease(g, node_id, lease_id)
-  g.lease, g.node = lease_id, node_id
+local function lease(g, lease_id)
+  g.lease, g.node, g.admitted = lease_id, args.node_id, args.version
   g.attempts, g.expires = g.attempts + 1, now + S.lease_ms
+  g.progress, g.progressed_at = 0, now
   move(g, 'running')
   call('HSET', P .. 'leases', lease_id, g.id)
   return g
@@ -112,6 +122,9 @@ local function fault(entry, g, leased_task)
   end
   if entry.newest and entry.newest > L.published then
     return refused('versions', entry.newest, 'the newest published version is ' .. L.published)
+  end
+  if L.vocabulary > 0 and entry.largest_id >= L.vocabulary then
+    return refused('token_ids', entry.largest_id, 'the model knows ' .. L.vocabulary .. ' token ids')
   end
   if not g then return nil end
   if entry.index >= g.size then
@@ -164,7 +177,7 @@ local function accept(g, entry)
   if g.samples == 0 then g.first_score = entry.score end
   if entry.score ~= g.first_score then g.mixed = true end
   g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + entry.tokens, g.bytes + size
-  g.score_sum = g.score_sum + entry.score
+  g.longest, g.score_sum = math.max(g.longest, entry.tokens), g.score_sum + entry.score
   if entry.oldest then
     g.oldest = math.min(g.oldest or entry.oldest, entry.oldest)
     g.newest = math.max(g.newest or entry.newest, entry.newest)
@@ -212,7 +225,7 @@ return reply({
     local wait, needed = admission(), nil
     if wait ~= '' then return leased({}, wait) end
     local function take(g)
-      chosen[#chosen + 1] = lease(g, args.node_id, args.request_id .. '/' .. #chosen)
+      chosen[#chosen + 1] = lease(g, args.request_id .. '/' .. #chosen)
     end
     while #chosen < args.max_groups do
       local id = call('ZRANGE', P .. 'waiting:eval', 0, 0)[1]
@@ -251,14 +264,21 @@ return reply({
     call('HSET', P .. 'node_waits', args.node_id,
       cjson.encode({waiting_for = args.waiting_for, waiting_ms = args.waiting_ms}))
     local lost = {}
-    for _, lease_id in ipairs(args.lease_ids) do
-      local g = held(lease_id, args.node_id)
-      if g then
+    for _, progress in ipairs(args.progress) do
+      local g = held(progress.lease_id, args.node_id)
+      if g and progress.tokens ~= g.progress then
+        g.progress, g.progressed_at = progress.tokens, now
+      end
+      if not g then
+        lost[#lost + 1] = progress.lease_id
+      elseif now - g.progressed_at >= S.stall_ms then
+        lost[#lost + 1] = progress.lease_id
+        count('stalled')
+        fail_attempt(g, 'infrastructure', 'stalled at ' .. g.progress .. ' tokens')
+      else
         g.expires = now + S.lease_ms
         save(g)
         call('ZADD', P .. 'running', g.expires, g.id)
-      else
-        lost[#lost + 1] = lease_id
       end
     end
     return {lost = lost}

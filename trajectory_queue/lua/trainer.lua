@@ -11,7 +11,7 @@ end
 local function save_batch(batch)
   call('HSET', P .. 'batches', batch.name, cjson.encode({
     id = batch.id, budget = batch.budget, wanted = batch.wanted, tasks = batch.tasks,
-    full = batch.full, since = batch.since, untrained = batch.untrained,
+    full = batch.full, opened = batch.opened, since = batch.since, untrained = batch.untrained,
   }))
 end
 
@@ -67,9 +67,17 @@ local function take(id, batch)
   if batch.lane == 'eval' or passes(g, batch.budget) then claim(g, batch) end
 end
 
-local function fill(batch)
+-- Running groups that fit the budget now and would be dropped after this batch.
+local function awaited_by(batch)
+  local impatient = now - batch.opened >= S.patience_ms
+  if S.over_budget ~= 'drop' or batch.lane ~= 'train' or impatient then return 0 end
+  local version = L.version - batch.budget
+  return call('ZCOUNT', P .. 'admitted', version, version)
+end
+
+local function fill(batch, most)
   if #args.task_ids == 0 then
-    while #batch.tasks < batch.wanted do
+    while #batch.tasks < most do
       local id = call('ZRANGE', P .. 'queued:' .. batch.lane, 0, 0)[1]
       if not id then break end
       take(id, batch)
@@ -83,7 +91,7 @@ local function fill(batch)
   end
   table.sort(ready, function(a, b) return a.age < b.age or (a.age == b.age and a.id < b.id) end)
   for _, entry in ipairs(ready) do
-    if #batch.tasks >= batch.wanted then break end
+    if #batch.tasks >= most then break end
     take(entry.id, batch)
   end
 end
@@ -131,11 +139,12 @@ return reply({
     tick()
     local batch = batch_of(args.lane, args.trainer_id) or {
       name = args.lane .. ':' .. args.trainer_id, lane = args.lane, trainer_id = args.trainer_id,
-      id = args.batch_id, budget = L.budget, tasks = {}, full = false,
+      id = args.batch_id, budget = L.budget, opened = now, tasks = {}, full = false,
       untrained = {groups = 0, trajectories = 0, score_sum = '0'},
     }
     batch.wanted = #args.task_ids > 0 and #args.task_ids or args.groups
-    fill(batch)
+    local awaited = awaited_by(batch)
+    fill(batch, batch.wanted - awaited)
     if not batch.full and #batch.tasks + ended_of(batch) >= batch.wanted then
       batch.full = true
       if args.lane == 'train' then
@@ -152,7 +161,7 @@ return reply({
     for i, id in ipairs(batch.tasks) do leases[i] = group_lease(id) end
     return {
       batch_id = batch.id, groups = leases, budget = batch.budget, full = batch.full,
-      untrained = batch.untrained, running = number_in(args.lane, 'running'),
+      untrained = batch.untrained, awaited = awaited, running = number_in(args.lane, 'running'),
       waiting = number_in(args.lane, 'waiting'), payload_bytes = L.bytes,
     }
   end,
@@ -244,6 +253,7 @@ return reply({
     end
     tick()
     set('incarnation', incarnation)
+    if args.vocabulary > 0 then set('vocabulary', args.vocabulary) end
     set('version', args.version)
     if L.version > L.published then set('published', L.version) end
     for _, name in ipairs(call('HKEYS', P .. 'batches')) do
