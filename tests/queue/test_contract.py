@@ -158,9 +158,8 @@ async def test_a_heartbeat_keeps_leases_and_tells_which_are_lost(queue: Driver) 
     queue.backend.now += 900
     extended = await queue.apply(c.Extend("node", 0, (c.Progress(kept.lease_id, 1),)))
     await queue.apply(c.Expire())
-    extended = await queue.apply(
-        c.Extend("node", 0, tuple(c.Progress(x.lease_id, 2) for x in (kept, lost)))
-    )
+    progress = tuple(c.Progress(lease.lease_id, 2) for lease in (kept, lost))
+    extended = await queue.apply(c.Extend("node", 0, progress))
     assert extended.lost == (lost.lease_id,)
 
 

@@ -20,7 +20,7 @@ from leeway.config import (
     TrainerConfig,
 )
 from trajectory_queue.client import OperatorQueue
-from trajectory_queue.simulated import Learned, Speed, run_fleet, run_trainer
+from trajectory_queue.simulated import Learned, Speed, make_task, run_fleet, run_trainer
 
 BATCH = 16
 
@@ -62,3 +62,30 @@ async def test_every_task_ends_once_and_none_is_over_the_budget(
     assert sum(groups.values()) == status.enqueued == 320
     assert sum(groups[s] for s in ("waiting", "running", "queued", "leased")) == 0
     assert status.payload_bytes == 0
+
+
+@pytest.mark.parametrize("policy", [OverBudget.MASK, OverBudget.DROP])
+async def test_a_long_tail_is_neither_wasted_nor_starved(
+    tmp_path: Path, policy: OverBudget
+) -> None:
+    """3% of tasks take six steps, with a budget of two."""
+    step, median = 0.3, 24
+    speed = Speed(
+        median_tokens=median, sigma=0.3, tokens_per_second=median / (step / 2), slow_factor=12.0
+    )
+    config = simulated(tmp_path, policy)
+    config = config.model_copy(
+        update={"queue": config.queue.model_copy(update={"filter_equal_scores": False})}
+    )
+    tasks = 480
+    async with serving(config) as address, rpc.connect(address, config.security) as channel:
+        learned = await train(config, address, tasks=tasks, speed=speed, step=step)
+        counters = (await OperatorQueue(channel).status()).counters
+    slow = sum(speed.is_slow(make_task(number, config)) for number in range(tasks))
+    trained = sum(len(names) for _, names in learned.steps)
+    used = learned.tokens_trained / counters["tokens"]
+    share = learned.slow_groups / trained / (slow / tasks)
+    print(f"{policy}: {used:.3f} of tokens used, slow tasks' share {share:.3f} of theirs, {slow=}")
+    assert learned.over_budget == 0
+    assert used >= 0.97
+    assert abs(share - 1) <= 0.1
