@@ -1,7 +1,7 @@
 """The queue's Prometheus metrics: the ledger as it is, and how the service's event loop fares.
 
 The ledger's numbers are read from the store now and then, whichever service changed them; every
-service of a run exports the same. docs/metrics.md explains each, with the bound at which a person
+service of a run exports the same. docs/queue.md explains each, with the bound at which a person
 should look.
 """
 
