@@ -155,6 +155,7 @@ class RolloutNode:
                 for request in new:
                     self._engine.check(request)
             except (DataError, EngineError) as error:
+                log.warning("task refused", task=lease.task.task_id, reason=str(error))
                 await self._queue.fail(lease.lease_id, FailureKind.DATA, str(error))
                 continue
             self._running[lease.lease_id] = running
