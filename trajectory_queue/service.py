@@ -36,6 +36,8 @@ _RECHECK_SECONDS = 5.0
 _AHEAD_SECONDS = 5.0
 _AHEAD_PAUSE_SECONDS = 0.1
 _TEND_SECONDS = 1.0
+# Trajectories of one push that are examined before others get their turn.
+_EXAMINED_AT_ONCE = 64
 _RETRY_SECONDS = 1.0
 # Payloads read from the store, and sent, at once.
 _FETCH_BYTES = 1 << 20
@@ -132,7 +134,11 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.PushRequest, context: Context
     ) -> pb.PushResponse:
         async with _answering(context):
-            examined = [examine(item.lease_id, item.trajectory) for item in request.trajectories]
+            examined: list[c.Entry | c.AtTheDoor] = []
+            for number, item in enumerate(request.trajectories):
+                examined.append(examine(item.lease_id, item.trajectory))
+                if number % _EXAMINED_AT_ONCE == _EXAMINED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
             entries = tuple(item for item in examined if isinstance(item, c.Entry))
             at_the_door = tuple(item for item in examined if isinstance(item, c.AtTheDoor))
             deadline = _Deadline(_AHEAD_SECONDS)
