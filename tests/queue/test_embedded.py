@@ -99,6 +99,24 @@ def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     until(lambda: servers_in(tmp_path) == [])
 
 
+def test_a_server_that_was_killed_is_back_with_its_data(tmp_path: Path) -> None:
+    with embedded(BINARY, tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("kept", "yes")
+        (server,) = servers_in(tmp_path)
+        server.kill()
+
+        def answers() -> bool:
+            try:
+                return client.get("kept") == b"yes"
+            except redis.RedisError:
+                return False
+
+        until(answers)
+        (again,) = servers_in(tmp_path)
+        assert again.pid != server.pid
+    assert servers_in(tmp_path) == []
+
+
 def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "appendonlydir").write_text("not a directory")
     with (
