@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from leeway.config import Config, OverBudget
+from trajectory_queue.signals import Signals
 
 R = TypeVar("R")
 
@@ -66,6 +67,9 @@ class Command(Generic[R]):
 
 class Store(Protocol):
     """Applies commands atomically and durably. Safe to share between coroutines and replicas."""
+
+    signals: Signals
+    """Set when something changed: "tasks" for nodes that wait, "groups" for trainers."""
 
     async def apply(self, command: Command[R]) -> R:
         """Raises:

@@ -25,7 +25,7 @@ from trajectory_queue import commands as c
 from trajectory_queue import explain
 from trajectory_queue.door import examine, sampling_text
 from trajectory_queue.metrics import COLLECTOR
-from trajectory_queue.store import RedisStore, StoreFullError
+from trajectory_queue.store import StoreFullError
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     """Serves one run's queue out of `store`."""
 
-    def __init__(self, store: RedisStore, settings: c.Settings) -> None:
+    def __init__(self, store: c.Store, settings: c.Settings) -> None:
         self._store = store
         self._settings = settings
 

@@ -60,6 +60,16 @@ async def test_a_commit_frees_a_whole_batch_for_one_call(queue: Driver) -> None:
         await queue.step(version)
 
 
+async def test_what_was_consumed_counts_not_what_a_formula_expects(queue: Driver) -> None:
+    """Batches may be of any size: a version that took one group frees one place, not B."""
+    await queue.start(tasks=9, budget=1, batch_groups=2)
+    for lease in (await queue.lease()).leases:
+        await queue.complete(lease)
+    await queue.commit(await queue.batch(0, groups=1), 1)
+    leased = await queue.lease(version=1)
+    assert (len(leased.leases), leased.outstanding, leased.capacity) == (1, 4, 4)
+
+
 async def test_a_node_with_old_weights_is_told_what_it_needs(queue: Driver) -> None:
     await queue.start(tasks=8, budget=0)
     for lease in (await queue.lease()).leases:
