@@ -1,0 +1,1 @@
+"""The ledger for Redis; `store.py` loads these scripts."""
