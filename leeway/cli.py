@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import getpass
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,6 +25,8 @@ from leeway import process, rpc, telemetry
 from leeway.config import Config, SecurityConfig
 from leeway.errors import ConfigError, InfrastructureError, LeewayError
 from leeway.v1 import queue_pb2, queue_pb2_grpc
+
+T = TypeVar("T")
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
@@ -163,6 +166,49 @@ def queue_serve(path: ConfigArgument, overrides: Overrides = None) -> None:
     from trajectory_queue.main import serve
 
     _run_service(lambda stop: serve(config, stop=stop))
+
+
+@queue_app.command("budget")
+def queue_budget(
+    budget: Annotated[int, typer.Argument(min=0, help="In policy versions.")],
+    path: ConfigArgument,
+    overrides: Overrides = None,
+) -> None:
+    """Set the staleness budget of the running run; the change is audited."""
+    previous = _operate(path, overrides, lambda queue: queue.set_budget(budget))
+    typer.echo(f"staleness budget: {previous} -> {budget}")
+
+
+@queue_app.command("dead")
+def queue_dead(
+    path: ConfigArgument,
+    overrides: Overrides = None,
+    requeue: Annotated[
+        bool, typer.Option("--requeue", help="Give them all a fresh start.")
+    ] = False,
+) -> None:
+    """List the tasks that were given up, with all their reasons."""
+    for task in _operate(path, overrides, lambda queue: queue.dead()):
+        typer.echo(task.task_id)
+        for reason in task.reasons:
+            typer.echo(f"  {reason}")
+    if requeue:
+        typer.echo(f"requeued: {_operate(path, overrides, lambda queue: queue.requeue())}")
+
+
+def _operate(path: Path, overrides: list[str] | None, ask: Callable[[Any], Awaitable[T]]) -> T:
+    from trajectory_queue.client import OperatorQueue
+
+    config = configuration.load(path, overrides or ())
+
+    async def operate() -> T:
+        channel = rpc.connect(config.queue.address, config.security)
+        try:
+            return await ask(OperatorQueue(channel, actor=getpass.getuser()))
+        finally:
+            await channel.close()
+
+    return asyncio.run(operate())
 
 
 @app.command()
