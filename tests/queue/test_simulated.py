@@ -41,7 +41,7 @@ async def train(config: Config, address: str, *, tasks: int, speed: Speed, step:
     stop = asyncio.Event()
     fleet = asyncio.create_task(run_fleet(dialled, 100, "node", speed, stop))
     learned = await run_trainer(dialled, tasks=lambda: tasks, step_seconds=step, speed=speed)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await fleet  # The run is finished: nodes end by themselves.
     return learned
 
