@@ -57,10 +57,7 @@ async def serve(
                 log.info("queue is serving", address=server.address)
                 on_ready(server.address)
                 async with asyncio.TaskGroup() as tasks:
-                    background = [
-                        tasks.create_task(service.tend()),
-                        tasks.create_task(watch_loop()),
-                    ]
+                    tasks.create_task(service.tend(stop))
+                    watching = tasks.create_task(watch_loop())
                     await stop.wait()
-                    for task in background:
-                        task.cancel()
+                    watching.cancel()

@@ -25,6 +25,7 @@ from trajectory_queue import commands as c
 from trajectory_queue import explain
 from trajectory_queue.door import examine, sampling_text
 from trajectory_queue.metrics import COLLECTOR
+from trajectory_queue.signals import pause
 from trajectory_queue.store import StoreFullError
 
 log = structlog.get_logger(__name__)
@@ -61,9 +62,9 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self._store = store
         self._settings = settings
 
-    async def tend(self) -> None:
-        """Takes leases back from silent nodes, and keeps the metrics fresh. Runs for ever."""
-        while True:
+    async def tend(self, stop: asyncio.Event) -> None:
+        """Takes leases back from silent nodes, and keeps the metrics fresh, until `stop`."""
+        while not stop.is_set():
             try:
                 expired = await self._store.apply(c.Expire())
                 COLLECTOR.update(await self._store.apply(c.Status()))
@@ -72,7 +73,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
             else:
                 if expired.count:
                     log.warning("leases expired: their nodes fell silent", count=expired.count)
-            await asyncio.sleep(_TEND_SECONDS)
+            await pause(_TEND_SECONDS, stop)
 
     # Producers ------------------------------------------------------------------------------------
 

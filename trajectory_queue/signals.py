@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
+from contextlib import suppress
 
 
 class Signals:
@@ -35,3 +36,14 @@ class Signals:
             return False
         finally:
             self._waiting[name] -= 1
+
+
+async def pause(seconds: float, stop: asyncio.Event) -> None:
+    """Sleeps, unless `stop` is set or becomes so.
+
+    Loops that call Redis end by such an event: redis-py takes a cancellation that comes in the
+    middle of a call for a timeout, now and then.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()

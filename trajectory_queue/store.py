@@ -25,7 +25,7 @@ from leeway.errors import ConfigError, DataError, FencedError, InfrastructureErr
 from trajectory_queue import codec
 from trajectory_queue import commands as c
 from trajectory_queue.commands import Command
-from trajectory_queue.signals import Signals
+from trajectory_queue.signals import Signals, pause
 
 log = structlog.get_logger(__name__)
 
@@ -98,11 +98,11 @@ class RedisStore:
         except (RedisError, OSError, TimeoutError) as error:
             raise InfrastructureError(f"redis is away: {error}") from error
 
-    async def watch(self) -> None:
-        """Wakes this service's waiters when another service changed something. Runs for ever."""
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Wakes this service's waiters when another service changed something, until `stop`."""
         seen: list[Any] = [None, None]
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
+        while not stop.is_set():
+            await pause(_POLL_SECONDS, stop)
             if not self.signals.anyone_waits:
                 continue
             try:
@@ -173,12 +173,13 @@ async def open_store(
     try:
         await _answering(store, patience)
         await store.apply(c.Configure(settings))
-        watching = asyncio.create_task(store.watch())
+        stop = asyncio.Event()
+        watching = asyncio.create_task(store.watch(stop))
         try:
             yield store
         finally:
-            watching.cancel()
-            await asyncio.wait({watching})
+            stop.set()
+            await watching
     finally:
         await client.aclose()
 

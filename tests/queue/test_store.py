@@ -169,3 +169,18 @@ async def test_redis_away_for_half_a_minute_costs_nothing_but_time(tmp_path: Pat
             for push in pushing:
                 assert not (await push).refused
             assert len((await filling).groups) == 2
+
+
+async def test_a_service_stops_although_redis_hangs(tmp_path: Path) -> None:
+    """redis-py may take a cancellation in the middle of a call for a timeout."""
+    with embedded(BINARY, tmp_path / "redis") as url:
+        config = configuration(tmp_path, queue=QueueConfig(redis_url=url))
+        server = server_in(tmp_path)
+        try:
+            async with asyncio.timeout(30):
+                async with serving(config) as address, rpc.connect(address, config.security) as ch:
+                    await TrainerQueue(ch, "trainer").resume(0)
+                    server.send_signal(signal.SIGSTOP)
+                    await asyncio.sleep(1.5)  # The service is in the middle of a call.
+        finally:
+            server.send_signal(signal.SIGCONT)
