@@ -129,13 +129,13 @@ class Trainer:
     async def _step(self) -> None:
         """One batch: lease, learn, publish, commit, and now and then checkpoint."""
         times = StepTimes()
-        with self._spans.span("lease"), times.waiting():
+        with self._spans.span("lease"), times.measure("wait"):
             batch = await self._lease()
-        with self._spans.span("learn"), times.learning():
+        with self._spans.span("learn"), times.measure("step"):
             learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
         self._position.version += 1
         self._changed = False
-        with self._spans.span("publish"), times.publishing():
+        with self._spans.span("publish"), times.measure("publish"):
             await self._publish()
         await self._queue.commit(
             batch,

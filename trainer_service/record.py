@@ -29,25 +29,13 @@ class StepTimes:
     """How long each part of a step took, in seconds."""
 
     def __init__(self) -> None:
-        self.wait_seconds = self.step_seconds = self.publish_seconds = 0.0
+        self.seconds = {"wait": 0.0, "step": 0.0, "publish": 0.0}
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
         started = time.monotonic()
         yield
-        self.wait_seconds = time.monotonic() - started
-
-    @contextmanager
-    def learning(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.step_seconds = time.monotonic() - started
-
-    @contextmanager
-    def publishing(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self.publish_seconds = time.monotonic() - started
+        self.seconds[part] = time.monotonic() - started
 
 
 class Record:
@@ -82,9 +70,7 @@ class Record:
             tokens_masked=batch.masked_tokens,
             tokens_per_second=sum(lengths) / max(elapsed, 1e-9),
             **_staleness(trajectories, version - 1),
-            wait_seconds=times.wait_seconds,
-            step_seconds=times.step_seconds,
-            publish_seconds=times.publish_seconds,
+            **{f"{part}_seconds": seconds for part, seconds in times.seconds.items()},
             grad_norm=learned.grad_norm,
             lr=learned.lr,
             **learned.objectives[-1].metrics(),
