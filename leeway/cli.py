@@ -137,11 +137,8 @@ async def _up(config: Config, config_path: Path) -> int:
 async def _queue_stub(
     address: str, security: SecurityConfig
 ) -> AsyncIterator[queue_pb2_grpc.TrajectoryQueueStub]:
-    channel = rpc.connect(address, security)
-    try:
+    async with rpc.connect(address, security) as channel:
         yield queue_pb2_grpc.TrajectoryQueueStub(channel)
-    finally:
-        await channel.close()
 
 
 async def _status(
@@ -202,11 +199,8 @@ def _operate(path: Path, overrides: list[str] | None, ask: Callable[[Any], Await
     config = configuration.load(path, overrides or ())
 
     async def operate() -> T:
-        channel = rpc.connect(config.queue.address, config.security)
-        try:
+        async with rpc.connect(config.queue.address, config.security) as channel:
             return await ask(OperatorQueue(channel, actor=getpass.getuser()))
-        finally:
-            await channel.close()
 
     return asyncio.run(operate())
 
