@@ -23,9 +23,10 @@ from transformers import (
 from leeway.config import AlgorithmConfig, TrainerConfig
 from leeway.errors import ConfigError
 from leeway.trajectory import Group
-from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.base import DivergedError
-from trainer_service.backends.optimizer import dither
+from trainer_service.backends.optimizer import dithered
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.batching import PackedBatch, pack
@@ -83,14 +84,15 @@ def test_scores_and_gradients_are_those_of_a_padded_pass(
     torch.autograd.backward(total)
 
     for batch in batches:
-        logprobs, entropy = backend._score(batch)
+        logprobs, entropy = backend._scores(batch)
         torch.autograd.backward(weighted(batch, logprobs, entropy))
         for sequence in np.unique(batch.sequences):
             own = torch.from_numpy(batch.sequences == sequence)
             torch.testing.assert_close(logprobs[own], expected[sequence], rtol=0, atol=1e-5)
             torch.testing.assert_close(entropy[own], expected_entropy[sequence], rtol=0, atol=1e-5)
-        np.testing.assert_array_equal(backend.logprobs(batch), logprobs.detach().numpy())
-    own_gradients = dict(backend._model.named_parameters())
+        (alone,) = backend.logprobs([batch])
+        np.testing.assert_array_equal(alone, logprobs.detach().numpy())
+    own_gradients = dict(backend._scores.model.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             own_gradients[name].grad.to_dense(), parameter.grad, rtol=1e-5, atol=1e-5
@@ -114,13 +116,13 @@ def test_a_step_is_that_of_adamw_on_the_masters(tmp_path: Path) -> None:
         eps=CONFIG.eps,
     )
     for _ in range(3):
-        working = dict(reference._model.named_parameters())
+        working = dict(reference._scores.model.named_parameters())
         with torch.no_grad():
             for name, parameter in working.items():
                 parameter.copy_(masters[name].bfloat16())
                 parameter.grad = None
         for batch in batches:
-            torch.autograd.backward(weighted(batch, *reference._score(batch)))
+            torch.autograd.backward(weighted(batch, *reference._scores(batch)))
         for name, parameter in working.items():
             masters[name].grad = parameter.grad.to_dense()
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), CONFIG.max_grad_norm)
@@ -137,7 +139,7 @@ def test_the_published_weights_are_those_of_the_forward_pass(tmp_path: Path) -> 
     backend.step(batches_of(random_groups(3), 1000), weighted)
     published = dict(backend.weights())
     assert "lm_head.weight" not in published
-    for name, working in backend._model.named_parameters():
+    for name, working in backend._scores.model.named_parameters():
         values = torch.from_numpy(published[name].view(np.int16)).view(torch.bfloat16)
         assert torch.equal(values.float(), working.detach())
         assert torch.equal(values, backend._optimizer.masters()[name].bfloat16())
@@ -199,10 +201,8 @@ def test_the_first_pass_yields_the_proximal_policy(tmp_path: Path) -> None:
     plan = plan_step(groups, algorithm, microbatch_tokens=50, longest_answer=12)
     own, given = TorchBackend(directory, CONFIG), TorchBackend(directory, CONFIG)
     own.step(plan.microbatches, Objective(algorithm, 0))
-    given.step(
-        [replace(batch, proximal=given.logprobs(batch)) for batch in plan.microbatches],
-        Objective(algorithm, 0),
-    )
+    scored = zip(plan.microbatches, given.logprobs(plan.microbatches), strict=True)
+    given.step([replace(batch, proximal=p) for batch, p in scored], Objective(algorithm, 0))
     for name, master in own._optimizer.masters().items():
         assert torch.equal(master, given._optimizer.masters()[name])
 
@@ -214,7 +214,7 @@ def test_rewarded_answers_become_likelier(tmp_path: Path) -> None:
     for version in range(10):
         drawn = [trajectory([1, 2, 3], answer, index=i) for i, (answer, _) in enumerate(answers)]
         (probe,) = pack([group(drawn)], np.ones(2), np.ones(2), 100).microbatches
-        now = backend.logprobs(probe)
+        (now,) = backend.logprobs([probe])
         if version == 0:
             first = now
         members = [
@@ -283,12 +283,10 @@ def test_masters_begin_spread_over_their_rounding_cells() -> None:
     generator = torch.Generator().manual_seed(1)
     values = (torch.randn(100_000, generator=generator) * 0.05).to(torch.bfloat16).float()
     values[0] = 0.0
-    masters = values.clone()
-    dither(masters, torch.Generator().manual_seed(0))
+    masters = dithered("a", values)
     assert torch.equal(masters.to(torch.bfloat16).float(), values)
     cell = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(1e-30))) - 7)
     moved = (masters + 0.1 * cell).to(torch.bfloat16).float() != values
     assert 0.09 < float(moved.float().mean()) < 0.11
-    spread = masters.clone()
-    dither(masters, torch.Generator().manual_seed(2))
-    assert torch.equal(masters, spread), "what is spread already stays"
+    assert torch.equal(dithered("b", masters), masters), "what is spread already stays"
+    assert not torch.equal(dithered("b", values), masters), "each tensor's places are its own"

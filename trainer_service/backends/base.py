@@ -6,7 +6,7 @@ from. Its calls are made from one thread, one at a time, unless they say otherwi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,20 +54,31 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """A model with its optimizer."""
+    """A model with its optimizer.
+
+    A model that lies on several ranks has one backend on each, and all call the same methods in the
+    same order. What they are given and return counts on the leading rank: it talks to the queue,
+    and `distributed.Leader` makes the others follow.
+    """
+
+    @property
+    def data_ranks(self) -> int:
+        """So many micro-batches are computed at a time: pack a step in multiples of it."""
+        return 1
 
     @property
     def context_length(self) -> int:
         """Longest prompt and answer in tokens that the model's positions allow."""
         ...
 
-    def logprobs(self, batch: PackedBatch) -> npt.NDArray[np.float32]:
-        """float32 [n]: log-probabilities of the trained tokens under the current weights."""
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[npt.NDArray[np.float32]]:
+        """For each float32 [n]: log-probabilities of the trained tokens under the current
+        weights."""
         ...
 
     def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
         """The gradient of the sum of the micro-batches' losses. Weights and optimizer stay as they
-        are: `save` may be called meanwhile, from another thread."""
+        are: `snapshot` may be called meanwhile, from another thread."""
         ...
 
     def apply(self) -> StepResult:
@@ -93,12 +104,20 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, directory: Path) -> None:
-        """Writes master weights, optimizer state and step count into an existing directory."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copies master weights, optimizer state and step count.
+
+        What it returns writes the copy into an existing directory (see `files`). Call it once, from
+        any thread, at any time: it waits for all ranks to have written.
+        """
         ...
 
+    def save(self, directory: Path) -> None:
+        """`snapshot`, written at once."""
+        self.snapshot()(directory)
+
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote, bitwise.
+        """Restores, bitwise, what `snapshot` wrote, on whichever ranks and with whichever backend.
 
         Raises:
             ConfigError: The files are of another model.

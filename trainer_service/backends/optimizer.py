@@ -1,21 +1,23 @@
 """AdamW on float32 master weights, in one pass over memory.
 
 The model computes with working weights: the masters rounded to bf16, kept in the arithmetic's
-dtype. Gradients arrive on the working weights and apply to the masters. What must hold: after every
-step, and after loading, working = round(masters); a gradient that is not finite leaves everything
-untouched.
+dtype. A rank may hold only pieces of them: everything here is element by element but the gradient's
+norm, which is summed over the ranks. What must hold: after every step, and after loading,
+working = round(masters); a gradient that is not finite leaves everything untouched, on all ranks.
 
 Masters that begin as bf16 values stand in the middle of their rounding cell: at RL's learning rates
 none but the smallest would reach its border for many steps, and the policy would stand still. So
-each begins at a random place in its cell (`dither`). The policy is the same to the bit, and from
+each begins at a random place in its cell (`dithered`). The policy is the same to the bit, and from
 the first step on it moves as far as its masters do, on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -23,34 +25,47 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends.base import DivergedError, StepResult
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 CHUNK_ELEMENTS = 1 << 20
 """Elements updated at once: a chunk is rounded while it is still in the cache."""
-DITHER_SEED = 0
-"""The same for every run: ranks and lives of a trainer must begin with the same masters."""
 
 
 class MasterAdamW:
     """Masters, moments and step count of named working weights."""
 
     def __init__(
-        self, working: Mapping[str, Tensor], config: TrainerConfig, *, round_to_bf16: bool
+        self,
+        working: Mapping[str, Tensor],
+        masters: Mapping[str, Tensor],
+        config: TrainerConfig,
+        *,
+        round_to_bf16: bool,
+        decayed: Collection[str],
+        group: ProcessGroup | None = None,
+        copies: Collection[str] = (),
     ) -> None:
-        """Copies the working weights as masters, and rounds the working weights in place."""
+        """Takes the masters over, and sets the working weights.
+
+        Args:
+            working: Contiguous; any float dtype.
+            masters: float32, of the same names and shapes.
+            decayed: Names under weight decay: matrices, not norms and biases.
+            group: The ranks over which the model is cut; None when it is whole.
+            copies: Names that another rank holds too, and counts in the gradient's norm.
+        """
         self._config = config
         self._round = round_to_bf16
         self._working = dict(working)
-        self._masters = {
-            name: tensor.detach().to(torch.float32, copy=True) for name, tensor in working.items()
-        }
-        if round_to_bf16:
-            generator = torch.Generator().manual_seed(DITHER_SEED)
-            for master in self._masters.values():
-                dither(master, generator)
+        self._masters = dict(masters)
+        self._decayed = frozenset(decayed)
+        self._group = group
+        self._copies = frozenset(copies)
         self._first = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._second = {name: torch.zeros_like(master) for name, master in self._masters.items()}
         self._steps = 0
-        device = next(iter(self._masters.values())).device
-        self._updates = torch.zeros((), dtype=torch.float32, device=device)
+        self._updates = torch.zeros((), dtype=torch.float32, device=self._device)
         self._refresh()
 
     @property
@@ -58,33 +73,20 @@ class MasterAdamW:
         """Of the next step: linear warm-up, then constant."""
         return self._config.lr * min(1.0, (self._steps + 1) / max(1, self._config.warmup_steps))
 
-    def step(self) -> StepResult:
-        """Applies and drops the working weights' gradients.
+    def step(self, gradients: Mapping[str, Tensor]) -> StepResult:
+        """One update; without gradients, on all ranks alike, only the step is counted.
+
+        Args:
+            gradients: By name; of the working weights' shapes, in any float dtype.
 
         Raises:
-            DivergedError: A gradient is NaN or infinite.
+            DivergedError: A gradient is NaN or infinite, on whichever rank.
         """
-        gradients = {
-            name: _dense(tensor.grad).view(-1)
-            for name, tensor in self._working.items()
-            if tensor.grad is not None
-        }
         lr = self.lr
         if not gradients:
             self._steps += 1
             return StepResult(grad_norm=0.0, lr=lr)
-        norms = torch.stack(
-            [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
-        )
-        norm = float(torch.linalg.vector_norm(norms))
-        for tensor in self._working.values():
-            tensor.grad = None
-        if not torch.isfinite(norms).all():
-            bad = [n for n, value in zip(gradients, norms, strict=True) if not value.isfinite()]
-            raise DivergedError(
-                f"the gradient of {', '.join(bad[:3])} is not finite ({len(bad)} of "
-                f"{len(gradients)} tensors); look at the batch's log-probabilities and advantages"
-            )
+        norm = self._norm(gradients)
         scale = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
         with torch.no_grad():
             for name, gradient in gradients.items():
@@ -93,25 +95,29 @@ class MasterAdamW:
         self._steps += 1
         return StepResult(grad_norm=norm, lr=lr)
 
-    def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Moments and counts by name, for `restore`."""
-        for name in self._masters:
-            yield f"first.{name}", self._first[name]
-            yield f"second.{name}", self._second[name]
-        yield "steps", torch.tensor(self._steps)
-        yield "updates", self._updates
+    def counts(self) -> dict[str, Tensor]:
+        """Steps and updates so far."""
+        return {"steps": torch.tensor(self._steps), "updates": self._updates}
+
+    def moments(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        """("first" | "second", float32 by name)."""
+        yield "first", self._first
+        yield "second", self._second
 
     def masters(self) -> Mapping[str, Tensor]:
-        """float32 by Hugging Face name."""
+        """float32 by name."""
         return self._masters
 
     def restore(self, masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Takes over what `masters` and `state` gave.
+        """Takes over what `masters`, `moments` ("first.name") and `counts` gave.
 
         Raises:
             ConfigError: Names or shapes are of another model.
         """
-        expected = dict(self.state())
+        expected = {
+            f"{moment}.{name}": t for moment, of in self.moments() for name, t in of.items()
+        }
+        expected |= self.counts()
         for what, own, given in (("weight", self._masters, masters), ("state", expected, state)):
             for name in own.keys() ^ given.keys():
                 raise ConfigError(f"checkpoint: {what} {name!r} is on one side only")
@@ -129,15 +135,43 @@ class MasterAdamW:
         self._updates.copy_(state["updates"])
         self._refresh()
 
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._masters.values())).device
+
+    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """The 2-norm of the whole gradient."""
+        norms = torch.stack(
+            [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients.values()]
+        )
+        counted = torch.tensor([name not in self._copies for name in gradients])
+        squares = norms.double().square().where(counted.to(norms.device), 0.0).sum()
+        if self._group is not None:
+            torch.distributed.all_reduce(squares, group=self._group)
+        norm = float(squares.sqrt())
+        if norm != norm or norm == float("inf"):
+            finite = norms.isfinite().tolist()
+            bad = [name for name, good in zip(gradients, finite, strict=True) if not good]
+            raise DivergedError(
+                f"the gradient of {', '.join(bad[:3]) or 'another rank'} is not finite ({len(bad)} "
+                f"of {len(gradients)} tensors); look at the batch's log-probabilities and "
+                "advantages"
+            )
+        return norm
+
     def _update(self, name: str, gradient: Tensor, scale: float, lr: float) -> None:
-        # Norms and biases, the one-dimensional tensors, are not decayed.
-        decay = self._config.weight_decay if self._masters[name].ndim > 1 else 0.0
+        decay = self._config.weight_decay if name in self._decayed else 0.0
         beta1, beta2 = self._config.betas
-        arrays = (self._masters[name], gradient, self._first[name], self._second[name])
-        working = self._working[name].detach()
+        arrays = (
+            self._masters[name].view(-1),
+            gradient.reshape(-1),
+            self._first[name].view(-1),
+            self._second[name].view(-1),
+            self._working[name].detach().view(-1),
+        )
+        size = CHUNK_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
         for master, grad, first, second, work in zip(
-            *(torch.split(array.view(-1), CHUNK_ELEMENTS) for array in (*arrays, working)),
-            strict=True,
+            *(torch.split(array, size) for array in arrays), strict=True
         ):
             adamw(
                 [master], [grad.to(torch.float32)], [first], [second], [], [self._updates.clone()],
@@ -156,24 +190,24 @@ class MasterAdamW:
             self._copy(tensor, self._masters[name])
 
 
-def dither(master: Tensor, generator: torch.Generator) -> None:
-    """Moves each bf16 value to a random place among the numbers that round to it, in place.
+def dithered(name: str, weights: Tensor) -> Tensor:
+    """Moves each bf16 value to a random place among the numbers that round to it.
 
     A float32's bits, read as an integer, count the numbers of its sign by magnitude; the upper half
     is its bf16 value, and all integers less than 2^15 away round to it. Zeros stay zeros, and a
-    tensor that holds other than bf16 values stays as it is: its masters are spread already.
+    tensor that holds other than bf16 values stays as it is: its masters are spread already. The
+    places depend on the name alone, so that all ranks, layouts and lives of a trainer begin with
+    the same masters.
 
     Args:
-        master: float32, contiguous.
+        weights: The whole tensor, float32.
     """
+    master = weights.detach().contiguous().clone()
     chunks = torch.split(master.view(torch.int32).view(-1), CHUNK_ELEMENTS)
     if any((chunk & 0xFFFF).any() for chunk in chunks):
-        return
+        return master
+    generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(name.encode()))
     for chunk in chunks:
         offset = torch.randint(-0x7FFF, 0x8000, chunk.shape, generator=generator, dtype=torch.int32)
         chunk += torch.where((chunk & 0x7FFFFFFF) == 0, 0, offset.to(chunk.device))
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    """An embedding's gradient comes as a few rows."""
-    return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+    return master

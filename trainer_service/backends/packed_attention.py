@@ -57,10 +57,33 @@ def packed_attention(
             f"{type(module).__name__}: a micro-batch of {query.shape[2]} tokens does not fit in "
             f"the attention's sliding window of {sliding_window}; lower trainer.microbatch_tokens"
         )
+    return attend(query, key, value, segments, range(len(segments)), scaling), None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[Segment],
+    own: Sequence[int],
+    scaling: float | None,
+) -> Tensor:
+    """Attention of the queries of some segments, given the keys of all.
+
+    Args:
+        query: float [1, heads, tokens of the own segments, d].
+        key, value: float [1, key heads, T, d].
+        own: Indices of the segments whose queries are given, in their order.
+
+    Returns:
+        float [1, tokens of the own segments, heads, d].
+    """
     lengths = [segment.length for segment in segments]
-    queries, keys, values = (torch.split(t, lengths, dim=2) for t in (query, key, value))
+    keys, values = (torch.split(t, lengths, dim=2) for t in (key, value))
+    queries = torch.split(query, [lengths[index] for index in own], dim=2)
     outputs = []
-    for index, segment in enumerate(segments):
+    for index, own_query in zip(own, queries, strict=True):
+        segment = segments[index]
         own_key, own_value = keys[index], values[index]
         mask = None
         if segment.parent != ROOT:
@@ -70,7 +93,7 @@ def packed_attention(
             mask = _causal_mask(segment.length, own_key.shape[2], query.device)
         outputs.append(
             scaled_dot_product_attention(
-                queries[index],
+                own_query,
                 own_key,
                 own_value,
                 attn_mask=mask,
@@ -79,7 +102,7 @@ def packed_attention(
                 enable_gqa=True,
             )
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 def _ancestors(segments: Sequence[Segment], index: int) -> list[int]:

@@ -1,37 +1,39 @@
-"""The PyTorch backend: any Hugging Face causal language model on one device.
+"""The PyTorch backend: any Hugging Face causal language model, on one device or many (FSDP2).
 
 Master weights are float32. The forward pass uses their bf16 values, in float32 arithmetic on a CPU
-and in bf16 elsewhere: the same numbers as are published. What must hold: the same batches give
-bitwise the same weights; nothing is computed at positions that no trained token needs.
+and in bf16 elsewhere: the same numbers as are published. On several ranks weights, gradients and
+optimizer are cut over all of them, layer by layer, and each computes other micro-batches. What must
+hold: the same batches on the same ranks give bitwise the same weights; on others the same but for
+rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from leeway.config import TrainerConfig
-from leeway.errors import ConfigError
-from trainer_service.backends import packed_attention
-from trainer_service.backends.allocator import keep_freed_memory
-from trainer_service.backends.base import Backend, Loss, StepResult
-from trainer_service.backends.optimizer import MasterAdamW
-from trainer_service.backends.token_scores import token_scores
-from trainer_service.batching import PackedBatch, Segment
+from trainer_service.backends import files, lora
+from trainer_service.backends.base import Loss, StepResult
+from trainer_service.backends.distributed import RankBackend, SharedWrite, rounds
+from trainer_service.backends.exchange import Exchange
+from trainer_service.backends.inputs import Inputs
+from trainer_service.backends.optimizer import MasterAdamW, dithered
+from trainer_service.backends.sharding import Shards, local
+from trainer_service.backends.torch_model import TorchModel
+from trainer_service.backends.world import World
+from trainer_service.batching import PackedBatch
 
-WEIGHTS_FILE = "weights.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 
-
-class TorchBackend(Backend):
+class TorchBackend(RankBackend):
     """Implements `Backend`."""
 
     def __init__(
@@ -40,136 +42,176 @@ class TorchBackend(Backend):
         config: TrainerConfig,
         *,
         precision: Literal["bf16", "fp32"] = "bf16",
-        device: str = "cpu",
+        world: World | None = None,
     ) -> None:
         """Loads a Hugging Face model directory.
 
         Args:
             precision: Of the weights that are computed with and published.
+            world: The ranks over which the model is cut; all construct it together.
 
         Raises:
             ConfigError: The model does something that packing or the scores cannot follow.
         """
+        self._config = config
         self._precision = precision
-        self._device = torch.device(device)
-        if self._device.type == "cpu":
-            keep_freed_memory()
-        self._model = _load(model_directory)
-        if not self._model._supports_attention_backend:
-            raise ConfigError(
-                f"{type(self._model).__name__}: its attention does not go through transformers' "
-                "AttentionInterface, so that packed sequences would see each other"
-            )
-        # No dropout; the gradient does not depend on the mode.
-        self._model.eval()
-        embedding = self._model.get_input_embeddings()
-        if type(embedding) is torch.nn.Embedding:
-            # Its gradient has a row for each token, not for each word of the vocabulary.
-            embedding.sparse = True
-        self._model.to(self._device)
-        self._check_packing()
+        self._world = world
+        self._shards: Shards | None = None
+        self._exchange: Exchange | None = None
+        on_gpu = torch.cuda.is_available()
+        compute = torch.bfloat16 if on_gpu and precision == "bf16" else torch.float32
+        if world is None:
+            device = torch.device("cuda" if on_gpu else "cpu")
+            self._scores = TorchModel(model_directory, config, device)
+            masters = self._masters()
+            if device.type == "cpu":
+                _make_sparse(self._scores.model)
+            else:
+                self._scores.to(compute)
+        else:
+            everyone = dist.group.WORLD
+            assert everyone is not None
+            self._exchange = Exchange(everyone, everyone, world.leader)
+            with world.in_turn():
+                self._scores = TorchModel(model_directory, config, world.device)
+                masters = self._masters()
+                self._shards = Shards(
+                    self._scores.model,
+                    self._scores.layers(),
+                    world.device,
+                    compute,
+                    offload=config.cpu_offload and on_gpu,
+                )
+                masters = {name: self._part(m).clone() for name, m in masters.items()}
         self._optimizer = MasterAdamW(
-            dict(self._model.named_parameters()), config, round_to_bf16=precision == "bf16"
+            {name: local(parameter).detach() for name, parameter in self._trained()},
+            masters,
+            config,
+            round_to_bf16=precision == "bf16",
+            decayed={name for name, parameter in self._trained() if parameter.ndim > 1},
+            group=None if self._exchange is None else self._exchange.data,
         )
-        if precision == "bf16" and self._device.type != "cpu":
-            self._model.to(torch.bfloat16)
 
     @property
     def context_length(self) -> int:
-        return int(self._model.config.max_position_embeddings)
+        return self._scores.context_length
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self._world is None else self._world.size
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch) -> npt.NDArray[np.float32]:
-        logprobs, _ = self._score(batch)
-        return logprobs.cpu().numpy()
+    def logprobs(self, batches: Sequence[PackedBatch | Inputs]) -> list[npt.NDArray[np.float32]]:
+        found: list[Tensor] = []
+        for batch, sizes, _ in self._rounds(batches):
+            logprobs, _ = self._scores(batch)
+            if self._exchange is None:
+                found.append(logprobs)
+            else:
+                found += (scores[0] for scores in self._exchange.gather(sizes, logprobs[None]))
+        return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
 
-    def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
-        for batch in batches:
-            logprobs, entropy = self._score(batch)
-            torch.autograd.backward(loss(batch, logprobs, entropy))
+    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
+        for batch, sizes, at_a_time in self._rounds(batches):
+            logprobs, entropy = self._scores(batch)
+            if self._exchange is None:
+                assert loss is not None and isinstance(batch, PackedBatch)
+                total = loss(batch, logprobs, entropy)
+            else:
+                total = self._exchange.surrogate(sizes, at_a_time, loss, logprobs, entropy)
+            torch.autograd.backward(total)
 
     def apply(self) -> StepResult:
-        return self._optimizer.step()
+        gradients = {}
+        for name, parameter in self._trained():
+            if parameter.grad is not None:
+                gradients[name] = _dense(local(parameter.grad))
+                parameter.grad = None
+        return self._optimizer.step(gradients)
 
+    @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-        for name, parameter in self._model.named_parameters():
-            values = parameter.detach()
+        def whole(name: str, parameter: Tensor) -> Tensor:
+            return self._whole(name, local(parameter))
+
+        for name, values in lora.merged(self._scores.model, whole, self._config.lora_alpha):
             if self._precision == "bf16":
-                yield (
-                    name,
-                    values.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16),
-                )
+                bits = values.to(torch.bfloat16).view(torch.int16)
+                yield name, bits.cpu().numpy().view(np.uint16)
             else:
                 yield name, values.cpu().numpy()
 
-    def save(self, directory: Path) -> None:
-        save_file(dict(self._optimizer.masters()), directory / WEIGHTS_FILE)
-        save_file(dict(self._optimizer.state()), directory / OPTIMIZER_FILE)
+    @torch.no_grad()
+    def snapshot(self) -> Callable[[Path], None]:
+        own = itertools.count()
+
+        def copied(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+            """Whole tensors, each kept by one rank."""
+            kept = {}
+            for name, part in tensors.items():
+                values = self._whole(name, part)
+                if next(own) % self.data_ranks == (0 if self._world is None else self._world.rank):
+                    kept[prefix + name] = values.to("cpu", copy=True)
+            return kept
+
+        masters = copied(self._optimizer.masters())
+        state: dict[str, Tensor] = {}
+        for moment, of in self._optimizer.moments():
+            state |= copied(of, f"{moment}.")
+        if self._world is None or self._world.leads:
+            state |= {name: count.clone().cpu() for name, count in self._optimizer.counts().items()}
+
+        def write(directory: Path, part: str = "") -> None:
+            files.write(directory, part, masters, state)
+
+        return write if self._world is None else SharedWrite(self._world, write)
 
     def load(self, directory: Path) -> None:
-        self._optimizer.restore(
-            load_file(directory / WEIGHTS_FILE), load_file(directory / OPTIMIZER_FILE)
-        )
+        def parts(stem: str) -> dict[str, Tensor]:
+            found = files.TensorFiles(directory, stem)
+            return {name: self._part(found.read(name)) for name in found.names()}
 
-    def _score(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, float32 [n], of a batch's trained tokens."""
-        hidden = self._model.base_model(
-            input_ids=self._tensor(batch.token_ids).unsqueeze(0),
-            position_ids=self._tensor(batch.positions).unsqueeze(0),
-            segments=batch.segments,
-            use_cache=False,
-        ).last_hidden_state[0]
-        return token_scores(
-            hidden[self._tensor(batch.rows)],
-            self._model.get_output_embeddings().weight,
-            self._tensor(batch.temperatures),
-            self._tensor(batch.predictions),
-            self._tensor(batch.targets),
-        )
+        self._optimizer.restore(parts(files.WEIGHTS), parts(files.OPTIMIZER))
+
+    def _rounds(
+        self, batches: Sequence[PackedBatch | Inputs]
+    ) -> Iterator[tuple[PackedBatch | Inputs, list[int], list[Any]]]:
+        """This rank's micro-batch, all ranks' numbers of trained tokens, all micro-batches."""
+        ranks = self.data_ranks
+        own = 0 if self._exchange is None else self._exchange.data.rank()
+        for at_a_time in rounds(batches, ranks):
+            sizes = [batch.targets.size for batch in at_a_time]
+            sizes += [0] * (ranks - len(sizes))
+            yield at_a_time[own] if own < len(at_a_time) else Inputs.idle(), sizes, at_a_time
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n, p) for n, p in self._scores.model.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
-    def _check_packing(self) -> None:
-        """Two answers packed behind one prompt must score as each does in the model's own pass.
+    def _masters(self) -> dict[str, Tensor]:
+        """Of the whole model; what is frozen is rounded."""
+        rounded = self._precision == "bf16"
+        for parameter in self._scores.model.parameters():
+            if rounded and not parameter.requires_grad:
+                parameter.copy_(parameter.bfloat16())
+        return {
+            name: dithered(name, p) if rounded else p.detach().clone()
+            for name, p in self._trained()
+        }
 
-        They do not if its layers mix tokens other than by attention, if its attention has extras,
-        or if its head has a bias or scales the logits.
-        """
-        prompt, answers = [1, 2, 3], ([4, 5], [6, 7])
-        rows, predictions = np.array([2, 3, 4]), np.array([0, 1, 0, 2])
-        count = len(predictions)
-        packed = self.logprobs(
-            PackedBatch(
-                token_ids=np.array([1, 2, 3, 4, 6]),
-                positions=np.array([0, 1, 2, 3, 3]),
-                segments=(Segment(0, 3), Segment(3, 1, parent=0), Segment(4, 1, parent=0)),
-                rows=rows,
-                temperatures=np.ones(len(rows), dtype=np.float32),
-                predictions=predictions,
-                targets=np.array([4, 5, 6, 7]),
-                behaviour=np.zeros(count, dtype=np.float32),
-                advantages=np.zeros(count, dtype=np.float32),
-                weights=np.zeros(count, dtype=np.float32),
-                versions=np.zeros(count, dtype=np.int64),
-                sequences=np.array([0, 0, 1, 1]),
-            )
-        )
-        self._model.set_attn_implementation("eager")
-        ids = torch.tensor([prompt + answer for answer in answers], device=self._device)
-        own = self._model(input_ids=ids, use_cache=False).logits.log_softmax(dim=-1)
-        self._model.set_attn_implementation(packed_attention.NAME)
-        expected = own[:, 2:4].gather(2, ids[:, 3:, None]).flatten().cpu().numpy()
-        if not np.allclose(packed, expected, rtol=1e-3, atol=1e-3):
-            raise ConfigError(
-                f"{type(self._model).__name__} cannot be trained packed: it scores "
-                f"{packed.tolist()} packed and {expected.tolist()} alone"
-            )
+    def _part(self, whole: Tensor) -> Tensor:
+        return whole if self._shards is None or not whole.ndim else self._shards.part(whole)
 
-    def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        return part if self._shards is None else self._shards.whole(name, part)
 
 
-def _load(directory: Path) -> Any:
-    """The model, its attention replaced. transformers' types are too narrow for what it accepts."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=packed_attention.NAME
-    )
+def _make_sparse(model: Any) -> None:
+    """The embedding's gradient gets a row for each token, not for each word of the vocabulary."""
+    embedding = model.get_input_embeddings()
+    if type(embedding) is nn.Embedding:
+        embedding.sparse = True
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,0 +1,189 @@
+"""One rank leads, the others follow: it makes every rank call the same method of its backend.
+
+A command is a number and, for work on micro-batches, their inputs; it travels over the control
+group. What must hold: the leader's commands are one at a time, whichever thread gives them, so that
+collectives never cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import IntEnum, auto
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from trainer_service.backends.base import Backend, DivergedError, Loss, StepResult
+from trainer_service.backends.inputs import Inputs, decode, encode
+from trainer_service.backends.world import World
+from trainer_service.batching import PackedBatch
+
+WRITE_SECONDS = 3600.0
+"""How long a rank may take to write its part of a checkpoint."""
+
+
+class Command(IntEnum):
+    LOGPROBS = auto()
+    ACCUMULATE = auto()
+    APPLY = auto()
+    WEIGHTS = auto()
+    SNAPSHOT = auto()
+    LOAD = auto()
+    END = auto()
+
+
+class RankBackend(Backend, Protocol):
+    """A backend on one of several ranks. A follower has inputs only, and no loss."""
+
+    def logprobs(
+        self, batches: Sequence[PackedBatch | Inputs]
+    ) -> list[npt.NDArray[np.float32]]: ...
+
+    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None: ...
+
+
+class Leader(Backend):
+    """Implements `Backend` over all ranks. Safe to call from several threads."""
+
+    def __init__(self, own: RankBackend, world: World) -> None:
+        self._own = own
+        self._world = world
+        self._lock = threading.Lock()
+
+    @property
+    def context_length(self) -> int:
+        return self._own.context_length
+
+    @property
+    def data_ranks(self) -> int:
+        return self._own.data_ranks
+
+    def logprobs(self, batches: Sequence[PackedBatch]) -> list[npt.NDArray[np.float32]]:
+        with self._lock:
+            self._send(Command.LOGPROBS, encode([Inputs.of(batch) for batch in batches]))
+            return self._own.logprobs(batches)
+
+    def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
+        with self._lock:
+            self._send(Command.ACCUMULATE, encode([Inputs.of(batch) for batch in batches]))
+            self._own.accumulate(batches, loss)
+
+    def apply(self) -> StepResult:
+        with self._lock:
+            self._send(Command.APPLY)
+            return self._own.apply()
+
+    def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        with self._lock:
+            self._send(Command.WEIGHTS)
+            stream = self._own.weights()
+            try:
+                yield from stream
+            finally:
+                # The others gather all of them.
+                for _ in stream:
+                    pass
+
+    def snapshot(self) -> Callable[[Path], None]:
+        with self._lock:
+            self._send(Command.SNAPSHOT)
+            return self._own.snapshot()
+
+    def load(self, directory: Path) -> None:
+        with self._lock:
+            self._send(Command.LOAD, str(directory).encode())
+            self._own.load(directory)
+
+    def end(self) -> None:
+        """Lets the followers go."""
+        with self._lock:
+            self._send(Command.END)
+
+    def _send(self, command: Command, message: bytes = b"") -> None:
+        _broadcast(self._world, torch.tensor([command, len(message)]))
+        if message:
+            _broadcast(self._world, torch.frombuffer(bytearray(message), dtype=torch.uint8))
+
+
+def follow(own: RankBackend, world: World) -> None:
+    """Does what the leader does, until it says END."""
+    with ThreadPoolExecutor(1, "checkpoint") as writer:
+        writing = None
+        while True:
+            head = torch.zeros(2, dtype=torch.int64)
+            _broadcast(world, head)
+            body = torch.empty(int(head[1]), dtype=torch.uint8)
+            if body.numel():
+                _broadcast(world, body)
+            message = body.numpy().tobytes()
+            match Command(int(head[0])):
+                case Command.LOGPROBS:
+                    own.logprobs(decode(message))
+                case Command.ACCUMULATE:
+                    own.accumulate(decode(message), None)
+                case Command.APPLY:
+                    # The leader raises it as well, and decides.
+                    with suppress(DivergedError):
+                        own.apply()
+                case Command.WEIGHTS:
+                    for _ in own.weights():
+                        pass
+                case Command.SNAPSHOT:
+                    if writing is not None:
+                        writing.result()
+                    write = own.snapshot()
+                    writing = writer.submit(write, Path())
+                case Command.LOAD:
+                    own.load(Path(message.decode()))
+                case Command.END:
+                    return
+
+
+def rounds(batches: Sequence[PackedBatch | Inputs], ranks: int) -> Iterator[list[Any]]:
+    """Micro-batches that are computed at a time, one on each data rank; the last may be fewer."""
+    for start in range(0, len(batches), ranks):
+        yield list(batches[start : start + ranks])
+
+
+class SharedWrite:
+    """A snapshot that each rank writes a part of.
+
+    The leader learns the directory, the others from it, by notes; it returns when all have written.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, world: World, write: Callable[[Path, str], None]) -> None:
+        """`write` gets the directory and the part's name."""
+        self._world = world
+        self._write = write
+        self._key = f"snapshot/{next(self._numbers)}"
+
+    def __call__(self, directory: Path) -> None:
+        world = self._world
+        where = f"{self._key}/directory"
+        if world.leads:
+            world.note(where, str(directory))
+        else:
+            (told,) = world.read([where], "the checkpoint's directory", WRITE_SECONDS)
+            directory = Path(told)
+        self._write(directory, f"-{world.rank:05d}")
+        world.note(f"{self._key}/{world.rank}")
+        if world.leads:
+            world.read(
+                [f"{self._key}/{rank}" for rank in range(world.size)],
+                f"all {world.size} ranks' parts of the checkpoint",
+                WRITE_SECONDS,
+            )
+
+
+def _broadcast(world: World, tensor: torch.Tensor) -> None:
+    dist.broadcast(tensor, src=world.leader, group=world.control)
