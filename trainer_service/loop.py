@@ -175,8 +175,11 @@ class Trainer:
 
     def _with_proximal(self, plan: StepPlan) -> StepPlan:
         """Keeps the log-probabilities of the policy at the start of the batch."""
-        scored = [replace(b, proximal=self._backend.logprobs(b)) for b in plan.microbatches]
-        return replace(plan, microbatches=tuple(scored))
+        logprobs = self._backend.logprobs(plan.microbatches)
+        scored = zip(plan.microbatches, logprobs, strict=True)
+        return replace(
+            plan, microbatches=tuple(replace(batch, proximal=own) for batch, own in scored)
+        )
 
     def _check_engine(self, objective: Objective) -> None:
         """Once a life: on tokens of the trainer's own version both sides hold the same numbers.
