@@ -42,6 +42,7 @@ from common import finish
 
 from leeway import rpc
 from leeway.config import SecurityConfig
+from leeway.process import keep_freed_memory
 from leeway.trajectory import FinishReason, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
 from trajectory_queue.client import RolloutQueue, TrainerQueue
@@ -352,4 +353,5 @@ def run() -> None:
     parser.add_argument("--short", action="store_true", help="minutes instead of a quarter hour")
     parser.add_argument("--peers", type=Path, help="holds one virtual environment a peer")
     options = parser.parse_args()
+    keep_freed_memory()  # As every Leeway process does; raw Redis' side gains as well.
     asyncio.run(main(options.short, options.peers))

@@ -8,7 +8,9 @@ say whether starting it again could help.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import platform
 import signal
 import sys
 import threading
@@ -31,6 +33,8 @@ EXIT_FENCED = 3
 LIFELINE = "LEEWAY_LIFELINE"
 # An orphan that has not stopped by itself after so long is ended.
 _ORPHAN_SECONDS = 5.0
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
@@ -39,6 +43,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     Returns:
         The exit code. Errors are logged: those that Leeway raises on purpose without a traceback.
     """
+
+    keep_freed_memory()
 
     async def supervised() -> None:
         stop = asyncio.Event()
@@ -56,6 +62,19 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     except Exception as error:
         return _report(error)
     return EXIT_OK
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep freed blocks; elsewhere nothing changes.
+
+    Otherwise every large block (a message, a tensor) goes back to the kernel when it is freed, and
+    is cleared anew for the next: more than half of what a gRPC message of a megabyte costs, and a
+    twentieth of a small model's training step.
+    """
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, ctypes.c_int(-1))
 
 
 def _report(error: BaseException) -> int:

@@ -7,13 +7,14 @@ Arrays travel as packed little-endian bytes with dtype, shape and checksum.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +28,26 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
-T = TypeVar("T")
-
 # Other systems mark a missing log-probability by a sentinel such as -9999. No sampled token is that
 # unlikely: at -1000 a float64 probability has long been zero.
 LOWEST_LOGPROB = -1000.0
+# A log-softmax in float32 may end a little above 0.
+HIGHEST_LOGPROB = 1e-3
 
 # Element types that may arrive in an Array; anything else (objects above all) is refused.
-WIRE_DTYPES = frozenset(
-    {"uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
-)
+WIRE_DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+
+
+# Both byte orders; `dtype.name` is slow.
+_WIRE_NAMES = {
+    dtype.newbyteorder(order): name for name, dtype in WIRE_DTYPES.items() for order in "<>"
+}
+
+
+NO_EXTRAS: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})
 
 
 class FinishReason(IntEnum):
@@ -134,20 +145,20 @@ class Task:
             columns = json.loads(message.columns_json or "{}")
         except ValueError as error:
             raise WireError(f"task {message.task_id!r}: not JSON: {error}") from error
-        return _from_wire(
-            cls,
-            f"task {message.task_id!r}",
-            task_id=message.task_id,
-            sequence=message.sequence,
-            messages=messages,
-            columns=columns,
-            group_size=message.group_size,
-            sampling=_sampling_from_wire(message.sampling),
-            seed=message.seed,
-            purpose=message.purpose,
-            min_version=message.min_version,
-            convert={"purpose": Purpose},
-        )
+        try:
+            return cls(
+                task_id=message.task_id,
+                sequence=message.sequence,
+                messages=messages,
+                columns=columns,
+                group_size=message.group_size,
+                sampling=_sampling_from_wire(message.sampling),
+                seed=message.seed,
+                purpose=Purpose(message.purpose),
+                min_version=message.min_version,
+            )
+        except (DataError, ValueError) as error:
+            raise WireError(f"task {message.task_id!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,65 +193,53 @@ class Trajectory:
     score: float | None = None
     node_id: str = ""
     generation_seconds: float = 0.0
-    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=lambda: MappingProxyType({}))
+    extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=lambda: NO_EXTRAS)
 
     def __post_init__(self) -> None:
-        _require(bool(self.trajectory_id), "trajectory_id", self.trajectory_id, "give it an id")
-        _require(bool(self.task_id), "task_id", self.task_id, "name the task it belongs to")
-        _require(
-            self.token_ids.dtype == np.int32 and self.token_ids.ndim == 1,
-            "token_ids",
-            f"{self.token_ids.dtype}{list(self.token_ids.shape)}",
-            "send int32 [tokens]",
-        )
-        _require(
-            1 <= self.prompt_length <= self.token_ids.size,
-            "prompt_length",
-            self.prompt_length,
-            f"it must be from 1 to {self.token_ids.size} (token_ids)",
-        )
-        length = self.response_length
-        _require(
-            self.logprobs.dtype == np.float32 and self.logprobs.shape == (length,),
+        # Every trajectory is built at least three times on its way: messages are made on a fault.
+        if not self.trajectory_id:
+            raise _fault("trajectory_id", self.trajectory_id, "give it an id")
+        if not self.task_id:
+            raise _fault("task_id", self.task_id, "name the task it belongs to")
+        tokens, logprobs, mask = self.token_ids, self.logprobs, self.loss_mask
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            raise _fault("token_ids", _form(tokens), "send int32 [tokens]")
+        if not 1 <= self.prompt_length <= tokens.size:
+            remedy = f"it must be from 1 to {tokens.size} (token_ids)"
+            raise _fault("prompt_length", self.prompt_length, remedy)
+        length = tokens.size - self.prompt_length
+        if logprobs.dtype != np.float32 or logprobs.shape != (length,):
+            remedy = f"send float32 [{length}], one for each response token"
+            raise _fault("logprobs", _form(logprobs), remedy)
+        if mask.dtype != np.bool_ or mask.shape != (length,):
+            remedy = f"send one flag for each of the {length} response tokens"
+            raise _fault("loss_mask", _form(mask), remedy)
+        lengths = [span.length for span in self.versions]
+        if sum(lengths) != length or min(lengths, default=1) < 1:
+            remedy = f"span lengths must be positive and add up to {length}"
+            raise _fault("versions", list(self.versions), remedy)
+        if (lowest_id := tokens.min()) < 0:
+            raise _fault("token_ids", int(lowest_id), "token ids are never negative")
+        # NaN fails every comparison.
+        lowest, highest = logprobs.min(initial=0.0), logprobs.max(initial=0.0)
+        if not (lowest > LOWEST_LOGPROB and highest <= HIGHEST_LOGPROB):
+            raise self._logprobs_fault()
+        for name, value in (("reward", self.reward), ("score", self.score)):
+            if value is not None and not math.isfinite(value):
+                raise _fault(name, value, "it must be finite")
+
+    def _logprobs_fault(self) -> DataError:
+        if not np.isfinite(self.logprobs).all():
+            return _fault(
+                "logprobs",
+                "NaN or infinite",
+                "behaviour log-probabilities must be finite; the engine did not return them all",
+            )
+        return _fault(
             "logprobs",
-            f"{self.logprobs.dtype}{list(self.logprobs.shape)}",
-            f"send float32 [{length}], one for each response token",
-        )
-        _require(
-            self.loss_mask.dtype == np.bool_ and self.loss_mask.shape == (length,),
-            "loss_mask",
-            f"{self.loss_mask.dtype}{list(self.loss_mask.shape)}",
-            f"send one flag for each of the {length} response tokens",
-        )
-        _require(
-            sum(span.length for span in self.versions) == length
-            and all(span.length > 0 for span in self.versions),
-            "versions",
-            list(self.versions),
-            f"span lengths must be positive and add up to {length}",
-        )
-        _require(
-            length == 0 or int(self.token_ids.min()) >= 0,
-            "token_ids",
-            int(self.token_ids.min()),
-            "token ids are never negative",
-        )
-        trained = self.logprobs[self.loss_mask]
-        _require(
-            bool(np.isfinite(self.logprobs).all()),
-            "logprobs",
-            "NaN or infinite",
-            "behaviour log-probabilities must be finite; the engine did not return them all",
-        )
-        _require(
-            trained.size == 0
-            or (float(trained.max()) <= 1e-3 and float(trained.min()) > LOWEST_LOGPROB),
-            "logprobs",
-            f"min {trained.min(initial=0.0)}, max {trained.max(initial=0.0)}",
+            f"min {self.logprobs.min()}, max {self.logprobs.max()}",
             f"log-probabilities lie in ({LOWEST_LOGPROB:g}, 0]; a sentinel is not one",
         )
-        for name, value in (("reward", self.reward), ("score", self.score)):
-            _require(value is None or math.isfinite(value), name, value, "it must be finite")
 
     @property
     def response_length(self) -> int:
@@ -257,8 +256,12 @@ class Trajectory:
 
     def version_range(self) -> tuple[int, int] | None:
         """Oldest and newest version over the trainable tokens; None when there are none."""
-        trainable = self.token_versions()[self.loss_mask]
-        return (int(trainable.min()), int(trainable.max())) if trainable.size else None
+        trainable, start = [], 0
+        for version, length in self.versions:
+            if self.loss_mask[start : start + length].any():
+                trainable.append(version)
+            start += length
+        return (min(trainable), max(trainable)) if trainable else None
 
     def scored(self, score: float, reward: float | None = None) -> Trajectory:
         """This trajectory with its score, and what is learned from if that was shaped."""
@@ -294,28 +297,30 @@ class Trajectory:
     @classmethod
     def from_wire(cls, message: pb.Trajectory) -> Trajectory:
         """Raises `WireError` naming the field when the message is not a valid trajectory."""
-        return _from_wire(
-            cls,
-            f"trajectory {message.trajectory_id!r}",
-            trajectory_id=message.trajectory_id,
-            task_id=message.task_id,
-            index=message.index,
-            token_ids=array_from_wire(message.token_ids, "token_ids"),
-            prompt_length=message.prompt_length,
-            logprobs=array_from_wire(message.logprobs, "logprobs"),
-            loss_mask=array_from_wire(message.loss_mask, "loss_mask").astype(np.bool_),
-            versions=tuple(VersionSpan(span.version, span.length) for span in message.versions),
-            finish_reason=message.finish_reason,
-            sampling=_sampling_from_wire(message.sampling),
-            reward=message.reward if message.HasField("reward") else None,
-            score=message.score if message.HasField("score") else None,
-            node_id=message.node_id,
-            generation_seconds=message.generation_seconds,
-            extras=MappingProxyType(
-                {name: array_from_wire(array, name) for name, array in message.extras.items()}
-            ),
-            convert={"finish_reason": FinishReason},
-        )
+        try:
+            return cls(
+                trajectory_id=message.trajectory_id,
+                task_id=message.task_id,
+                index=message.index,
+                token_ids=array_from_wire(message.token_ids, "token_ids"),
+                prompt_length=message.prompt_length,
+                logprobs=array_from_wire(message.logprobs, "logprobs"),
+                loss_mask=array_from_wire(message.loss_mask, "loss_mask").astype(np.bool_),
+                versions=tuple([VersionSpan(s.version, s.length) for s in message.versions]),
+                finish_reason=FinishReason(message.finish_reason),
+                sampling=_sampling_from_wire(message.sampling),
+                reward=message.reward if message.HasField("reward") else None,
+                score=message.score if message.HasField("score") else None,
+                node_id=message.node_id,
+                generation_seconds=message.generation_seconds,
+                extras=MappingProxyType(
+                    {name: array_from_wire(array, name) for name, array in message.extras.items()}
+                )
+                if message.extras
+                else NO_EXTRAS,
+            )
+        except (DataError, ValueError) as error:
+            raise WireError(f"trajectory {message.trajectory_id!r}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -351,37 +356,34 @@ class Group:
     def from_wire(cls, message: pb.Group) -> Group:
         """Raises `WireError` naming the field when the message is not a valid group."""
         trajectories = (Trajectory.from_wire(trajectory) for trajectory in message.trajectories)
-        return _from_wire(
-            cls,
-            f"group of task {message.task.task_id!r}",
-            task=Task.from_wire(message.task),
-            trajectories=tuple(sorted(trajectories, key=lambda trajectory: trajectory.index)),
-        )
+        ordered = tuple(sorted(trajectories, key=lambda trajectory: trajectory.index))
+        try:
+            return cls(Task.from_wire(message.task), ordered)
+        except DataError as error:
+            raise WireError(f"group of task {message.task.task_id!r}: {error}") from error
 
 
 def array_to_wire(array: npt.NDArray[Any]) -> pb.Array:
-    data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
-    return pb.Array(
-        dtype=array.dtype.name,
-        shape=array.shape,
-        data=data,
-        checksum=xxhash.xxh3_64_intdigest(data),
-    )
+    """Raises `DataError` when the wire does not carry the array's dtype."""
+    name = _WIRE_NAMES.get(array.dtype)
+    if name is None:
+        raise _fault("dtype", str(array.dtype), f"send one of {sorted(WIRE_DTYPES)}")
+    data = array.astype(WIRE_DTYPES[name], copy=False).tobytes()
+    checksum = xxhash.xxh3_64_intdigest(data)
+    return pb.Array(dtype=name, shape=array.shape, data=data, checksum=checksum)
 
 
 def array_from_wire(message: pb.Array, name: str) -> npt.NDArray[Any]:
     """A read-only view of the message's bytes. Raises `WireError` when they contradict its head."""
-    if message.dtype not in WIRE_DTYPES:
+    dtype = WIRE_DTYPES.get(message.dtype)
+    if dtype is None:
         raise WireError(f"{name}: dtype {message.dtype!r} is not one of {sorted(WIRE_DTYPES)}")
-    dtype = np.dtype(message.dtype).newbyteorder("<")
-    shape = tuple(message.shape)
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(message.data):
-        raise WireError(
-            f"{name}: {len(message.data)} bytes do not make {message.dtype}{list(shape)}"
-        )
-    if xxhash.xxh3_64_intdigest(message.data) != message.checksum:
+    data, shape = message.data, tuple(message.shape)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise WireError(f"{name}: {len(data)} bytes do not make {message.dtype}{list(shape)}")
+    if xxhash.xxh3_64_intdigest(data) != message.checksum:
         raise WireError(f"{name}: checksum differs, the bytes were damaged on the way; send again")
-    return np.frombuffer(message.data, dtype=dtype).reshape(shape)
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
@@ -394,27 +396,23 @@ def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
 
 
 def _sampling_from_wire(message: pb.Sampling) -> Sampling:
-    return _from_wire(
-        Sampling,
-        "sampling",
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        max_new_tokens=message.max_new_tokens,
-    )
+    return _sampling(message.temperature, message.top_p, message.top_k, message.max_new_tokens)
 
 
-def _from_wire(
-    cls: type[T], what: str, convert: Mapping[str, Any] | None = None, **fields: Any
-) -> T:
-    try:
-        for name, enum in (convert or {}).items():
-            fields[name] = enum(fields[name])
-        return cls(**fields)
-    except (DataError, ValueError) as error:
-        raise WireError(f"{what}: {error}") from error
+@functools.lru_cache
+def _sampling(temperature: float, top_p: float, top_k: int, max_new_tokens: int) -> Sampling:
+    """A run draws in few ways, and names one in every trajectory."""
+    return Sampling(temperature, top_p, top_k, max_new_tokens)
 
 
 def _require(condition: bool, name: str, value: object, remedy: str) -> None:
     if not condition:
-        raise DataError(f"{name} = {value!r}: {remedy}")
+        raise _fault(name, value, remedy)
+
+
+def _fault(name: str, value: object, remedy: str) -> DataError:
+    return DataError(f"{name} = {value!r}: {remedy}")
+
+
+def _form(array: npt.NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"

@@ -7,10 +7,12 @@ depends on the run (task, versions, sampling) is checked by the ledger.
 
 from __future__ import annotations
 
+import functools
+
 from google.protobuf.message import DecodeError
 
 from leeway.errors import WireError
-from leeway.trajectory import FinishReason, Trajectory
+from leeway.trajectory import FinishReason, Sampling, Trajectory
 from leeway.v1 import trajectory_pb2 as pb
 from trajectory_queue.commands import AtTheDoor, Entry, Refused
 
@@ -35,7 +37,7 @@ def examine(lease_id: str, payload: bytes) -> Entry | AtTheDoor:
         task_id=trajectory.task_id,
         trajectory_id=trajectory.trajectory_id,
         index=trajectory.index,
-        sampling=sampling_text(message.sampling),
+        sampling=sampling_text(trajectory.sampling),
         oldest=oldest,
         newest=newest,
         tokens=trajectory.response_length,
@@ -45,7 +47,8 @@ def examine(lease_id: str, payload: bytes) -> Entry | AtTheDoor:
     )
 
 
-def sampling_text(sampling: pb.Sampling) -> str:
+@functools.lru_cache
+def sampling_text(sampling: Sampling) -> str:
     """How tokens are drawn, to the letter: trajectories must agree with their task."""
     return (
         f"temperature {sampling.temperature!r}, top_p {sampling.top_p!r}, "

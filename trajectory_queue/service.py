@@ -459,7 +459,7 @@ def _new_task(message: domain.Task) -> c.NewTask:
         sequence=task.sequence,
         lane=_lane(message.purpose),
         size=task.group_size,
-        sampling=sampling_text(message.sampling),
+        sampling=sampling_text(task.sampling),
         min_version=task.min_version,
         payload=message.SerializeToString(),
     )
