@@ -144,6 +144,8 @@ class QueueConfig(Section):
     """host:port; the service binds to it, nodes and trainer dial it."""
     redis_url: SecretStr | None = None
     """By default `REDIS_URL`, or else an embedded server."""
+    redis_password_file: Path | None = None
+    """Holds the password, so that it need not stand in redis_url."""
     lease_seconds: PositiveFloat = 60.0
     """A node that is silent for so long loses its work to another."""
     stall_seconds: PositiveFloat = 1800.0
@@ -247,35 +249,62 @@ class WeightsConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Both ends prove who they are. Off loopback, one of the two is required."""
+    """Both ends prove who they are. Off loopback, a server asks for certificates or for tokens.
+
+    `leeway/roles.py` says what each role may call.
+    """
 
     token: SecretStr | None = None
-    """Bearer token that every call carries."""
+    """A key for both ends: whoever has it may call anything."""
+    token_file: Path | None = None
+    """A client's key, one a line, the first signs; the file is named after the role: rollout,
+    trainer or operator. It is read again when it changes."""
+    accepted_tokens: Path | None = None
+    """A server's directory of such files: whose tokens it accepts. It then asks for no client
+    certificate."""
     certificate: Path | None = None
     key: Path | None = None
+    """PEM files: how this process proves who it is."""
     authority: Path | None = None
-    """PEM files; all three together turn on mutual TLS."""
+    """PEM file: who signs the other side's certificates."""
+    server_name: str | None = None
+    """What a server's certificate must say; by default the host that is dialled."""
 
     @model_validator(mode="after")
-    def _all_or_none(self) -> SecurityConfig:
-        given = [self.certificate is None, self.key is None, self.authority is None]
-        if len(set(given)) > 1:
+    def _halves_belong_together(self) -> SecurityConfig:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("security.certificate and security.key belong together; give both")
+        if self.certificate is not None and self.authority is None:
             raise ValueError(
-                "mutual TLS needs security.certificate, security.key and security.authority, "
-                "all three"
+                "security.certificate needs security.authority, which says whom to trust; for "
+                "public authorities give the system's bundle"
             )
         return self
 
     @property
+    def asks_for_tokens(self) -> bool:
+        """As a server."""
+        return self.token is not None or self.accepted_tokens is not None
+
+    @property
+    def asks_for_certificates(self) -> bool:
+        """As a server."""
+        return self.certificate is not None and self.accepted_tokens is None
+
+    @property
     def secured(self) -> bool:
-        return self.token is not None or self.certificate is not None
+        return self.asks_for_tokens or self.asks_for_certificates
 
 
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     metrics_address: str | None = None
-    """host:port of this process's Prometheus endpoint; by default none is opened."""
+    """host:port at which this process answers /metrics, /livez and /readyz; by default none."""
+    traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector (OTLP over HTTP); by default no trace is recorded."""
+    traces_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """The part of all tasks that are traced; every process chooses the same ones."""
     spans: bool = False
     """Record a timeline of each process in the run's directory (spans-<role>.jsonl)."""
 
