@@ -1,18 +1,18 @@
 """Channels and servers: the one place that knows gRPC's options.
 
-Every call carries a deadline. A server binds to loopback unless it is secured (bearer token or
-mutual TLS). Health (`grpc.health.v1`) and reflection are always on. Message sizes are bounded on
-both ends.
+Every call carries a deadline. A server binds to loopback unless it is secured: it asks for client
+certificates, or for tokens; `leeway/guard.py` then checks every call. Health (`grpc.health.v1`) and
+reflection are always on. Message sizes are bounded on both ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -30,6 +30,8 @@ from leeway.errors import (
     LeewayError,
     WireError,
 )
+from leeway.guard import CORE_LIMIT, Guard, send_tokens
+from leeway.tokens import KeyFiles, Keys, Signer, Verifier, shared_key
 
 log = structlog.get_logger(__name__)
 
@@ -42,9 +44,11 @@ _KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_RETRYABLE = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+# Trajectories come in messages of megabytes: frames of the default 16 KiB cost more CPU than they.
+_FRAMES = (("grpc.http2.max_frame_size", 4 << 20),)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
-# Names the seconds after which a refused caller may try again (RESOURCE_EXHAUSTED).
+# Names the seconds after which a refused caller may try again. RESOURCE_EXHAUSTED without it comes
+# from gRPC, for a message that is too large, and would come again.
 RETRY_AFTER = "leeway-retry-after"
 
 
@@ -52,18 +56,20 @@ def connect(
     address: str, security: SecurityConfig, max_message_bytes: int = 64 << 20
 ) -> grpc.aio.Channel:
     """A channel to `address`; it connects, and reconnects, by itself."""
-    options = [
+    options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
+        *_FRAMES,
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_reconnect_backoff_ms", int(_LONGEST_PAUSE * 1000)),
     ]
-    token = security.token.get_secret_value() if security.token is not None else None
-    interceptors = [kind(token) for kind in _SEND_TOKEN] if token is not None else []
-    if security.certificate is None:
+    keys = _client_keys(security)
+    interceptors = send_tokens(Signer(keys)) if keys is not None else []
+    if security.authority is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
-    chain, key, authority = _pem(security)
-    credentials = grpc.ssl_channel_credentials(authority, key, chain)
+    if security.server_name is not None:
+        options.append(("grpc.ssl_target_name_override", security.server_name))
+    credentials = grpc.ssl_channel_credentials(_pem(security.authority), *_key_and_chain(security))
     return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
 
 
@@ -93,10 +99,10 @@ async def call(
         try:
             return await method(request, timeout=max(0.001, min(left, attempt_seconds)))
         except grpc.aio.AioRpcError as error:
-            timed_out = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            if error.code() not in _RETRYABLE and not timed_out:
-                raise translate(error, what) from error
-            wait = max(pause, _retry_after(error))
+            failure = translate(error, what)
+            if not isinstance(failure, InfrastructureError):
+                raise failure from error
+            wait = max(pause, _retry_after(error) or 0.0)
             if time.monotonic() + wait >= end:
                 raise DeadlineError(
                     f"{what}: no answer within {deadline_seconds:g} s; last: "
@@ -111,7 +117,8 @@ def translate(error: grpc.aio.AioRpcError, what: str) -> LeewayError:
     message = f"{what}: {error.details()}"
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return FencedError(message)
-    if error.code() in _RETRYABLE or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    if error.code() in away or _retry_after(error) is not None:
         return InfrastructureError(message)
     return WireError(f"{what}: {error.code().name.lower()}: {error.details()}")
 
@@ -157,19 +164,22 @@ async def serve(
     """
     if not security.secured and not is_loopback(address):
         raise ConfigError(
-            f"address = {address!r}: not loopback, and neither security.token nor "
-            "security.certificate is set; secure it or bind to 127.0.0.1"
+            f"address = {address!r}: not loopback, and neither security.certificate, "
+            "security.accepted_tokens nor security.token is set; secure it or bind to 127.0.0.1"
         )
-    token = security.token.get_secret_value() if security.token is not None else None
+    keys = _server_keys(security)
+    verifier = Verifier(keys) if keys is not None else None
+    guard = Guard(verifier, security.asks_for_certificates, max_message_bytes)
     server = grpc.aio.server(
         options=[
             *_KEEPALIVE,
+            *_FRAMES,
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.max_send_message_length", max_message_bytes),
-            ("grpc.max_receive_message_length", max_message_bytes),
+            ("grpc.max_receive_message_length", CORE_LIMIT * max_message_bytes),
             ("grpc.so_reuseport", 0),
         ],
-        interceptors=[_CheckToken(token)] if token is not None else [],
+        interceptors=[guard],
     )
     health_service = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
@@ -180,11 +190,7 @@ async def serve(
         if security.certificate is None:
             port = server.add_insecure_port(address)
         else:
-            chain, key, authority = _pem(security)
-            port = server.add_secure_port(
-                address,
-                grpc.ssl_server_credentials([(key, chain)], authority, require_client_auth=True),
-            )
+            port = server.add_secure_port(address, _server_credentials(security))
     except RuntimeError as error:
         raise ConfigError(f"address = {address!r}: cannot be bound: {error}") from error
     handle.address = f"{address.rpartition(':')[0]}:{port}"
@@ -208,90 +214,45 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _retry_after(error: grpc.aio.AioRpcError) -> float:
+def _retry_after(error: grpc.aio.AioRpcError) -> float | None:
     for key, value in error.trailing_metadata() or ():
         if key == RETRY_AFTER:
             return float(value)
-    return 0.0
+    return None
 
 
-def _pem(security: SecurityConfig) -> tuple[bytes, bytes, bytes]:
-    paths = (security.certificate, security.key, security.authority)
+def _client_keys(security: SecurityConfig) -> Keys | None:
+    if security.token_file is not None:
+        return KeyFiles(security.token_file)
+    return shared_key(security.token.get_secret_value()) if security.token is not None else None
+
+
+def _server_keys(security: SecurityConfig) -> Keys | None:
+    if security.accepted_tokens is not None:
+        return KeyFiles(security.accepted_tokens)
+    return shared_key(security.token.get_secret_value()) if security.token is not None else None
+
+
+def _server_credentials(security: SecurityConfig) -> grpc.ServerCredentials:
+    """Read again at every handshake, so that a renewed certificate needs no restart."""
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        authority = _pem(security.authority) if security.asks_for_certificates else None
+        return grpc.ssl_server_certificate_configuration([_key_and_chain(security)], authority)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(), configuration, security.asks_for_certificates
+    )
+
+
+def _key_and_chain(security: SecurityConfig) -> tuple[bytes | None, bytes | None]:
+    return _pem(security.key), _pem(security.certificate)
+
+
+def _pem(path: Path | None) -> bytes | None:
+    if path is None:
+        return None
     try:
-        chain, key, authority = (path.read_bytes() for path in paths if path is not None)
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"security: {error.filename}: {error.strerror}") from error
-    return chain, key, authority
-
-
-class _SendToken:
-    """Adds the bearer token to every call."""
-
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
-
-    async def _send(self, continuation: Any, details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), self._header)
-        return await continuation(details._replace(metadata=metadata), request)
-
-
-class _SendTokenUnaryUnary(_SendToken, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary = _SendToken._send
-
-
-class _SendTokenUnaryStream(_SendToken, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream = _SendToken._send
-
-
-class _SendTokenStreamUnary(_SendToken, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary = _SendToken._send
-
-
-class _SendTokenStreamStream(_SendToken, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream = _SendToken._send
-
-
-# grpc.aio registers an interceptor for one kind of call only, whatever it inherits from.
-_SEND_TOKEN = (
-    _SendTokenUnaryUnary,
-    _SendTokenUnaryStream,
-    _SendTokenStreamUnary,
-    _SendTokenStreamStream,
-)
-
-
-class _CheckToken(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token; health checks need none."""
-
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        handler = await continuation(details)
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if (
-            handler is None
-            or details.method.startswith("/grpc.health.v1.")
-            or hmac.compare_digest(given.encode(), self._expected.encode())
-        ):
-            return handler
-        log.warning("call refused: missing or wrong token", method=details.method)
-        return _refusing(handler)
-
-
-def _refusing(handler: Any) -> Any:
-    async def refuse(_request: Any, context: Any) -> Any:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
-
-    async def refuse_stream(_request: Any, context: Any) -> AsyncIterator[Any]:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
-        yield
-
-    serializers = (handler.request_deserializer, handler.response_serializer)
-    if handler.request_streaming and handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(refuse_stream, *serializers)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(refuse, *serializers)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream, *serializers)
-    return grpc.unary_unary_rpc_method_handler(refuse, *serializers)

@@ -1,0 +1,1 @@
+"""What an operator needs to set two clusters up: `leeway deploy credentials` and `check`."""

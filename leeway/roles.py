@@ -1,0 +1,72 @@
+"""Who may call what: the one table of roles and methods.
+
+A certificate names its role in a URI, `spiffe://leeway/<role>`; a token by the key that signed it.
+What is not in the table is refused, except the health service, which answers anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+
+class Role(StrEnum):
+    ROLLOUT = "rollout"
+    TRAINER = "trainer"
+    OPERATOR = "operator"
+
+
+EVERY_ROLE = frozenset(Role)
+HEALTH = "/grpc.health.v1.Health/"
+
+_ROLLOUT = frozenset({Role.ROLLOUT})
+_TRAINER = frozenset({Role.TRAINER})
+_OPERATOR = frozenset({Role.OPERATOR})
+
+_QUEUE = {
+    "EnqueueTasks": _TRAINER,
+    "LeaseTasks": _ROLLOUT,
+    "Extend": _ROLLOUT,
+    "Push": _ROLLOUT,
+    "Return": _ROLLOUT,
+    "Fail": _ROLLOUT,
+    "LeaseBatch": _TRAINER,
+    "Commit": _TRAINER,
+    "Release": _TRAINER,
+    "Checkpointed": _TRAINER,
+    "Resume": _TRAINER,
+    "Status": EVERY_ROLE,
+    "SetBudget": _OPERATOR,
+    "Pause": _OPERATOR,
+    # A trainer that has finished ends its run.
+    "Drain": _OPERATOR | _TRAINER,
+    "Inspect": _OPERATOR,
+    "ListDead": _OPERATOR,
+    "Requeue": _OPERATOR,
+}
+_WEIGHTS = {
+    "Subscribe": _ROLLOUT,
+    "GetManifest": _ROLLOUT,
+    "Fetch": _ROLLOUT,
+    "Report": _ROLLOUT,
+    "Reparent": _ROLLOUT,
+    "ListNodes": _OPERATOR,
+}
+_TABLE = {
+    **{f"/leeway.v1.TrajectoryQueue/{name}": roles for name, roles in _QUEUE.items()},
+    **{f"/leeway.v1.WeightBroadcast/{name}": roles for name, roles in _WEIGHTS.items()},
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
+}
+
+
+def may_call(method: str) -> frozenset[Role]:
+    """The roles that may call `/package.Service/Method`."""
+    return _TABLE.get(method, frozenset())
+
+
+def roles_of(names: Iterable[str]) -> frozenset[Role]:
+    """The roles that a certificate's alternative names give."""
+    uris = (urlsplit(name) for name in names if name.startswith("spiffe://leeway/"))
+    known = {role.value: role for role in Role}
+    return frozenset(known[uri.path[1:]] for uri in uris if uri.path[1:] in known)
