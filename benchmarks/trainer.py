@@ -31,7 +31,8 @@ from leeway import models
 from leeway.config import AlgorithmConfig, TrainerConfig
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
-from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.torch_backend import TorchBackend
 
 CONFIG = TrainerConfig(lr=1e-6, microbatch_tokens=2048)

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -29,16 +28,12 @@ from pydantic import (
     model_validator,
 )
 
+from leeway.algorithm import AlgorithmConfig, PolicyLoss, Proximal
 from leeway.errors import ConfigError
+from leeway.section import Section
 
 ENV_PREFIX = "LEEWAY__"
 LOOPBACK_ANY_PORT = "127.0.0.1:0"
-
-
-class Section(BaseModel):
-    """A part of the configuration: frozen, and strict about unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class RunConfig(Section):
@@ -64,7 +59,7 @@ class ModelConfig(Section):
 class ReasoningGymConfig(Section):
     dataset: str
     """Name of a `reasoning-gym` dataset, e.g. chain_sum."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """The dataset's own options."""
 
 
@@ -182,34 +177,6 @@ class RolloutConfig(Section):
     """After SIGTERM a node returns its partial generations within this time."""
 
 
-class AlgorithmConfig(Section):
-    """GRPO advantages and the decoupled PPO loss (AReaL, arXiv:2505.24298, eq. 5)."""
-
-    advantage_scale: Literal["group_std", "none"] = "group_std"
-    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
-    clip_high: PositiveFloat = 0.28
-    behaviour_weight: Literal["truncate", "mask"] = "truncate"
-    """What is done to pi_prox/pi_behav above its cap: cut to the cap, or masked out."""
-    behaviour_cap: Annotated[float, Field(ge=1.0)] = 5.0
-    """Below 1 it would cut the weight of on-policy tokens."""
-    behaviour_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """With `mask`, tokens whose weight is below are masked out as well."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"] = (
-        "token-mean"
-    )
-    aggregation_constant: PositiveInt | None = None
-    """Tokens by which `constant` divides each trajectory; by default sampling.max_new_tokens."""
-
-    @model_validator(mode="after")
-    def _floor_needs_mask(self) -> AlgorithmConfig:
-        if self.behaviour_floor > 0.0 and self.behaviour_weight != "mask":
-            raise ValueError(
-                f"behaviour_floor = {self.behaviour_floor} has no meaning with behaviour_weight = "
-                "truncate; use behaviour_weight=mask"
-            )
-        return self
-
-
 class TrainerConfig(Section):
     steps: PositiveInt = 100
     """Batches to train on."""
@@ -229,7 +196,42 @@ class TrainerConfig(Section):
     checkpoints_kept: PositiveInt = 2
     batch_seconds: PositiveFloat = 600.0
     """How long the trainer waits for a batch before the run ends with a reason."""
+    reference: str | None = None
+    """The model that `algorithm.kl` is measured against, or a teacher's; by default the model that
+    training begins with."""
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch`: any Hugging Face model, FSDP2 over several ranks. `megatron`: see docs/backends.md."""
+    layout: str = ""
+    """How the model lies over the ranks that torchrun starts, e.g. tp=2,pp=2,dp=1; by default dp."""
+    activation_checkpointing: bool = False
+    """Compute a layer's activations again in the backward pass instead of keeping them."""
+    cpu_offload: bool = False
+    """Keep masters and optimizer in the hosts' memory, when the model is computed on GPUs."""
+    lora_rank: NonNegativeInt = 0
+    """Train low-rank adapters of so many dimensions instead of all weights; 0 turns it off."""
+    lora_alpha: PositiveInt = 32
+    """Adapters count alpha / rank."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
+
+    @model_validator(mode="after")
+    def _the_ratio_is_not_always_1(self) -> TrainerConfig:
+        loss = self.algorithm.policy.loss
+        if (
+            self.minibatches == 1
+            and self.algorithm.proximal is Proximal.RECOMPUTED
+            and loss not in (PolicyLoss.PPO, PolicyLoss.REINFORCE)
+        ):
+            raise ValueError(
+                f"algorithm.policy.loss = {loss} with minibatches = 1 and algorithm.proximal = "
+                "recomputed: pi_theta / pi_prox is 1 at every token, so that the loss would be "
+                "policy.loss=reinforce; use algorithm.proximal=behaviour or minibatches=2"
+            )
+        if self.reference is not None and not self.algorithm.needs_reference:
+            raise ValueError(
+                f"reference = {self.reference!r} with algorithm.kl.coefficient = 0 would not be "
+                "used; give algorithm.kl.coefficient"
+            )
+        return self
 
 
 class WeightsConfig(Section):
@@ -246,6 +248,12 @@ class WeightsConfig(Section):
     """Nodes that give the same name can reach each other's relay_address."""
     relay_fanout: PositiveInt = 4
     """How many nodes one node serves at most."""
+    canary_tokens: Annotated[int, Field(ge=2)] = 16
+    """Length of the text by which every engine proves that it holds the weights it was given."""
+    canary_tolerance: PositiveFloat = 0.5
+    """How far a token's log-probability may be from the trainer's, in nats. Where both sides
+    compute in bf16 they differ by some tenths; in float32, as on CPUs, by less than 0.001: there
+    use 0.01."""
 
 
 class SecurityConfig(Section):

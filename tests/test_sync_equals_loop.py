@@ -23,7 +23,8 @@ from rollout_service.engines.torch_engine import TorchEngine
 from rollout_service.node import sample_seed
 from rollout_service.prompts import Renderer
 from tests import tiny
-from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.torch_backend import TorchBackend
 
 STEPS = 5

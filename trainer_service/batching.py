@@ -6,9 +6,8 @@ segments are a prefix tree of the micro-batch's trajectories: what several of th
 group's prompt, a system prompt that all groups have, equal answers) is computed once.
 
 What must hold:
-- Only trajectories that can move the weights are packed: at least one trained token, and an
-  advantage other than exactly 0 (the loss has no other term). Nothing is computed behind a
-  trajectory's last trained token.
+- Only trajectories that can move the weights are packed: at least one trained token, and a weight
+  other than 0. Nothing is computed behind a trajectory's last trained token.
 - A trajectory is never split over micro-batches, so that sequence-level quantities can be computed.
 - Every token carries its weight in the aggregated loss, counted over the whole step. How the step
   is split into micro-batches therefore cannot matter.
@@ -66,6 +65,7 @@ class PackedBatch:
         sequences: int64 [n], the trajectory's index in the step.
         proximal: float32 [n], log-probabilities at the start of the batch. None when the batch is
             one optimizer step: the forward pass of that very step then yields them.
+        reference: float32 [n], log-probabilities under the reference, when the loss has one.
     """
 
     token_ids: Int64Array
@@ -81,6 +81,7 @@ class PackedBatch:
     versions: Int64Array
     sequences: Int64Array
     proximal: Float32Array | None = None
+    reference: Float32Array | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +111,7 @@ class _Member:
 
     trajectory: Trajectory
     sequence: int
-    advantage: float
+    advantages: Float32Array
     weight: float
     trained: npt.NDArray[np.intp]
 
@@ -141,7 +142,7 @@ class _Unit:
 
 def pack(
     groups: Sequence[Group],
-    advantages: Float64Array,
+    advantages: Sequence[float | Float64Array] | Float64Array,
     weights: Float64Array,
     microbatch_tokens: int,
 ) -> StepPlan:
@@ -149,8 +150,9 @@ def pack(
 
     Args:
         groups: In the order in which `advantages` and `weights` list their trajectories.
-        advantages: float64 [trajectories].
-        weights: float64 [trajectories], of each of a trajectory's tokens in the aggregated loss.
+        advantages: For each trajectory one number, or one for each of its trained tokens.
+        weights: float64 [trajectories], of each of a trajectory's tokens in the aggregated loss;
+            trajectories of weight 0 are counted, not packed.
         microbatch_tokens: Most tokens in a micro-batch. A single trajectory that is longer is
             packed alone.
 
@@ -161,10 +163,10 @@ def pack(
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for name, values in (("advantages", advantages), ("weights", weights)):
-        if values.shape != (len(trajectories),) or not np.isfinite(values).all():
+        if len(values) != len(trajectories) or not all(np.isfinite(v).all() for v in values):
             raise DataError(
-                f"{name} = {values.dtype}{list(values.shape)}: give one finite number for each of "
-                f"the {len(trajectories)} trajectories"
+                f"{name} [{len(values)}]: give finite numbers for each of the {len(trajectories)} "
+                "trajectories"
             )
     units: list[_Unit] = []
     sequence = 0
@@ -172,13 +174,13 @@ def pack(
         members = []
         for trajectory in group.trajectories:
             trained = np.flatnonzero(trajectory.loss_mask)
-            if trained.size and advantages[sequence] != 0.0:
+            if trained.size and weights[sequence] != 0.0:
                 check_sampling(trajectory.sampling)
                 members.append(
                     _Member(
                         trajectory,
                         sequence,
-                        float(advantages[sequence]),
+                        np.broadcast_to(np.float32(advantages[sequence]), trained.size),
                         float(weights[sequence]),
                         trained,
                     )
@@ -336,7 +338,7 @@ def _microbatch(units: Sequence[_Unit]) -> PackedBatch:
             [m.trajectory.token_ids[m.trajectory.prompt_length + m.trained] for m in members]
         ).astype(np.int64),
         behaviour=np.concatenate([m.trajectory.logprobs[m.trained] for m in members]),
-        advantages=spread([m.advantage for m in members]),
+        advantages=np.concatenate([m.advantages for m in members]),
         weights=spread([m.weight for m in members]),
         versions=np.concatenate([m.trajectory.token_versions()[m.trained] for m in members]),
         sequences=np.repeat(np.array([m.sequence for m in members], dtype=np.int64), counts),

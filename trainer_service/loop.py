@@ -29,7 +29,8 @@ from leeway.tasks import Sampler
 from leeway.telemetry import Spans
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
-from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.base import Backend
 from trainer_service.batching import StepPlan
 from trainer_service.checkpoint import Checkpoints

@@ -17,8 +17,8 @@ from trainer_service.batching import ROOT, PackedBatch, Segment, StepPlan, pack
 
 def packed(groups: list[Group], budget: int, *, zero: frozenset[int] = frozenset()) -> StepPlan:
     count = sum(len(g.trajectories) for g in groups)
-    advantages = np.array([0.0 if i in zero else 1.0 + i for i in range(count)])
-    return pack(groups, advantages, 1.0 / (1.0 + np.arange(count)), budget)
+    weights = np.array([0.0 if i in zero else 1.0 / (1.0 + i) for i in range(count)])
+    return pack(groups, 1.0 + np.arange(count), weights, budget)
 
 
 def context(batch: PackedBatch, row: int) -> list[int]:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from leeway.config import AlgorithmConfig, TrainerConfig
 from leeway.errors import ConfigError, DataError
-from trainer_service.algorithms.objective import Objective, plan_step
+from trainer_service.algorithms.objective import Objective
+from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 

@@ -7,21 +7,11 @@ travel with the tokens: neither padding nor the split into micro-batches can the
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import numpy as np
 import numpy.typing as npt
 
+from leeway.algorithm import Aggregation
 from leeway.errors import DataError
-
-
-class Aggregation(StrEnum):
-    """How token losses are averaged."""
-
-    TOKEN_MEAN = "token-mean"
-    SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
-    CONSTANT = "constant"
 
 
 def token_weights(

@@ -1,16 +1,15 @@
-"""From configuration to one optimizer step: what is packed, and the loss that the backend calls.
+"""The loss of one optimizer step, as the backend calls it for each micro-batch.
 
 Called by the trainer's loop:
 
     plan = plan_step(groups, algorithm, microbatch_tokens=..., longest_answer=...)
-    objective = Objective(algorithm, version)
+    objective = Objective(algorithm, version, plan)
     backend.step(plan.microbatches, objective)
     objective.metrics()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,114 +17,116 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from leeway.config import AlgorithmConfig
+from leeway.algorithm import AlgorithmConfig, KlPlace, Proximal
 from leeway.errors import DataError
-from leeway.trajectory import Group
-from trainer_service.algorithms.advantages import AdvantageScale, group_relative
-from trainer_service.algorithms.aggregation import Aggregation, token_weights
-from trainer_service.algorithms.diagnostics import TokenSums, token_sums
-from trainer_service.algorithms.policy_loss import (
-    BehaviourAction,
-    BehaviourBounds,
-    decoupled_ppo,
+from trainer_service.algorithms.correction import (
+    correct,
+    proximal_logprobs,
+    second_moment_bound,
 )
-from trainer_service.batching import PackedBatch, StepPlan, pack
-
-
-def plan_step(
-    groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    *,
-    microbatch_tokens: int,
-    longest_answer: int,
-) -> StepPlan:
-    """Advantages and aggregation weights of the groups of one optimizer step, packed.
-
-    Args:
-        longest_answer: Divisor of the `constant` aggregation unless the configuration gives
-            another; sampling.max_new_tokens.
-
-    Raises:
-        DataError: A trajectory has no reward, or a group only one trajectory.
-        ConfigError: A trajectory was sampled in a way that the trainer cannot follow.
-    """
-    rewards: list[float] = []
-    for group in groups:
-        for trajectory in group.trajectories:
-            if trajectory.reward is None:
-                raise DataError(
-                    f"trajectory {trajectory.trajectory_id!r} has no reward: partial generations "
-                    "are continued, not trained"
-                )
-            rewards.append(trajectory.reward)
-    sizes = [len(group.trajectories) for group in groups]
-    lengths = [t.trained_tokens for group in groups for t in group.trajectories]
-    return pack(
-        groups,
-        advantages=group_relative(
-            rewards,
-            np.repeat(np.arange(len(groups)), sizes),
-            AdvantageScale(algorithm.advantage_scale),
-        ),
-        weights=token_weights(
-            Aggregation(algorithm.aggregation),
-            lengths,
-            algorithm.aggregation_constant or longest_answer,
-        ),
-        microbatch_tokens=microbatch_tokens,
-    )
+from trainer_service.algorithms.diagnostics import TokenSums, token_sums
+from trainer_service.algorithms.kl import kl
+from trainer_service.algorithms.policy_loss import token_losses
+from trainer_service.algorithms.tokens import Sequences, log_ratio, select
+from trainer_service.batching import PackedBatch, StepPlan
 
 
 class Objective:
-    """The decoupled PPO loss of one optimizer step; the `Loss` that a backend calls.
+    """A policy loss with its correction and what is added to it; the `Loss` that a backend calls.
 
-    Each call returns a micro-batch's share of the aggregated loss and adds to the diagnostics, so
-    use one object for each step.
+        loss = sum over tokens of weight (w (policy loss + kl) - entropy_coefficient H)
+
+    Each call returns a micro-batch's share of it and adds to the diagnostics, so use one object for
+    each step.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, version: int) -> None:
-        """`version` is the proximal policy's: the trainer's at the start of the batch."""
-        self._clip_low = algorithm.clip_low
-        self._clip_high = algorithm.clip_high
-        self._bounds = BehaviourBounds(
-            BehaviourAction(algorithm.behaviour_weight),
-            algorithm.behaviour_cap,
-            algorithm.behaviour_floor,
-        )
+    def __init__(
+        self, algorithm: AlgorithmConfig, version: int, plan: StepPlan | None = None
+    ) -> None:
+        """
+        Args:
+            version: The trainer's at the start of the batch.
+            plan: The step; only `second_moment` looks at it as a whole.
+
+        Raises:
+            DataError: `second_moment` is set and the plan lacks the start's log-probabilities.
+        """
+        self._algorithm = algorithm
         self._version = version
-        self._sums = TokenSums()
+        self._largest = np.inf
+        if algorithm.second_moment is not None:
+            self._largest = second_moment_bound(_off_policy(plan), algorithm.second_moment)
+        self.sums = TokenSums()
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """The scalar loss; `logprobs`, float [n], carry the gradient; `entropy` is float [n]."""
+        """The scalar loss.
+
+        Args:
+            logprobs: float [n], carry the gradient.
+            entropy: float [n], with gradient; used by `entropy_coefficient`.
+        """
 
         def tensor(values: npt.NDArray[Any]) -> Tensor:
             return torch.as_tensor(values, device=logprobs.device)
 
-        proximal = logprobs.detach() if batch.proximal is None else tensor(batch.proximal)
-        behaviour = tensor(batch.behaviour)
-        mask = torch.ones_like(behaviour, dtype=torch.bool)
-        policy = decoupled_ppo(
-            logprobs,
-            proximal,
-            behaviour,
-            tensor(batch.advantages),
-            mask,
-            clip_low=self._clip_low,
-            clip_high=self._clip_high,
-            bounds=self._bounds,
-        )
-        loss = (tensor(batch.weights) * policy.loss).sum()
-        self._sums += token_sums(
-            policy,
-            total=loss,
-            proximal=proximal,
-            behaviour=behaviour,
-            entropy=entropy,
-            mask=mask,
-            fresh=tensor(batch.versions) == self._version,
+        algorithm = self._algorithm
+        behaviour, advantages = tensor(batch.behaviour), tensor(batch.advantages)
+        staleness = self._version - tensor(batch.versions)
+        current = logprobs.detach()
+        start = current if batch.proximal is None else tensor(batch.proximal)
+        proximal = proximal_logprobs(algorithm.proximal, current, start, behaviour, staleness)
+        valid = torch.ones_like(staleness, dtype=torch.bool)
+        for values in (current, start, proximal, behaviour, advantages):
+            valid = valid & values.isfinite()
+        reference = None
+        if algorithm.needs_reference:
+            if batch.reference is None:
+                raise DataError("algorithm.kl: the batch lacks the reference's log-probabilities")
+            scores = tensor(batch.reference)
+            valid = valid & scores.isfinite()
+            reference = log_ratio(logprobs, scores, valid)
+            if algorithm.kl.place is KlPlace.ADVANTAGE:
+                advantages = advantages - algorithm.kl.coefficient * reference.detach()
+        sequences = Sequences(tensor(batch.sequences), valid)
+
+        anchored = algorithm.proximal is Proximal.BEHAVIOUR
+        off_policy = log_ratio(start if anchored else proximal, behaviour, valid)
+        correction = correct(algorithm, off_policy, advantages, valid, sequences, self._largest)
+        losses = token_losses(algorithm.policy, logprobs, proximal, advantages, valid, sequences)
+        per_token = losses.loss
+        if reference is not None and algorithm.kl.place is KlPlace.LOSS:
+            per_token = per_token + algorithm.kl.coefficient * kl(algorithm.kl.estimator, reference)
+        per_token = correction.applied * per_token
+        if algorithm.entropy_coefficient:
+            per_token = per_token - algorithm.entropy_coefficient * select(valid, entropy)
+        loss = (tensor(batch.weights) * per_token).sum()
+        self.sums += token_sums(
+            loss=loss,
+            losses=losses,
+            correction=correction,
+            weights=correction.applied * (losses.ratio if anchored else 1.0),
+            off_policy=off_policy,
+            reference=None if reference is None else reference.detach(),
+            entropy=entropy.detach(),
+            mask=torch.ones_like(valid),
+            valid=valid,
+            fresh=staleness == 0,
+            sequences=sequences,
         )
         return loss
 
     def metrics(self) -> dict[str, float]:
-        """Over all micro-batches so far; names and bounds in `TokenSums.metrics`."""
-        return self._sums.metrics()
+        """Over all micro-batches so far; names in `TokenSums.metrics`, bounds in `ALERTS`."""
+        return self.sums.metrics()
+
+
+def _off_policy(plan: StepPlan | None) -> npt.NDArray[np.float32]:
+    """log pi_start - log pi_behav of all packed tokens of a step."""
+    batches = () if plan is None else plan.microbatches
+    logs = [batch.proximal - batch.behaviour for batch in batches if batch.proximal is not None]
+    if plan is None or len(logs) < len(batches):
+        raise DataError(
+            "algorithm.second_moment: the step lacks the log-probabilities at the start of the "
+            "batch; score it first"
+        )
+    return np.concatenate(logs) if logs else np.zeros(0, dtype=np.float32)

@@ -1,147 +1,114 @@
-"""The decoupled PPO loss: clipped around the proximal policy, corrected for the behaviour policy.
+"""Policy losses: one token's loss from its log-probabilities and advantage.
 
-Pure functions on tensors of one value a token, any shape, any float dtype. What must hold:
-- The behaviour weight is always applied; there is no way to switch it off.
-- A token outside the mask, or with a NaN or infinite log-probability, is selected away before any
-  arithmetic, never multiplied by 0: it changes neither value nor gradient.
-- No log-ratio, however extreme, gives NaN or infinity.
+r = pi_theta / pi_prox, A the advantage, both of a token; sg() stops the gradient. A loss here says
+nothing of how stale the data is: `correction` weighs it, `aggregation` averages it. Clips are those
+of `PolicyConfig`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp; beyond, their gradient is 0. exp(20) = 5e8 is past any
-clip or cap, and far from overflow."""
+from leeway.algorithm import PolicyConfig, PolicyLoss
+from trainer_service.algorithms.tokens import Sequences, bounded, log_ratio, select
 
-
-class BehaviourAction(StrEnum):
-    """What is done to a behaviour weight outside its bounds."""
-
-    TRUNCATE = "truncate"
-    MASK = "mask"
-
-
-@dataclass(frozen=True, slots=True)
-class BehaviourBounds:
-    """Bounds of pi_prox / pi_behav.
-
-    Above `cap` a weight is cut to the cap (TRUNCATE; AReaL, arXiv:2505.24298, section 5.2) or its
-    token rejected (MASK). `floor` belongs to MASK: below it the token is rejected as well, which
-    makes the band of IcePop.
-    """
-
-    action: BehaviourAction
-    cap: float
-    floor: float = 0.0
+DPPO_RATIO_CAP = 20.0
+"""DPPO truncates the ratio here, as its authors do; the mask bounds the update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BehaviourWeights:
-    """Attributes, all of the tokens' shape and without gradient:
-
-    raw: pi_prox / pi_behav; 1 where not valid.
-    applied: After the bounds; 0 where rejected or not valid.
-    valid: bool, tokens in the mask whose log-probabilities are finite.
-    bounded: bool, valid tokens that were cut or rejected.
-    """
-
-    raw: Tensor
-    applied: Tensor
-    valid: Tensor
-    bounded: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyLoss:
-    """Attributes, all of the tokens' shape:
+class TokenLosses:
+    """Attributes, all [n]:
 
     loss: With gradient to the current log-probabilities; exactly 0 for tokens that do not count.
     ratio: pi_theta / pi_prox, without gradient; 1 where not valid.
-    clipped: bool, valid tokens at which the clip is active (no gradient).
-    behaviour: The weights that were applied.
+    clipped: bool, valid tokens whose gradient the loss's bound stops or shortens.
     """
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    behaviour: BehaviourWeights
 
 
-def behaviour_weights(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, bounds: BehaviourBounds
-) -> BehaviourWeights:
-    """w = pi_prox / pi_behav = exp(proximal - behaviour), within the bounds.
-
-    Args:
-        proximal, behaviour: float [...], log-probabilities; no gradient flows through either.
-        mask: bool [...], trained tokens.
-    """
-    proximal, behaviour = proximal.detach(), behaviour.detach()
-    valid = mask & proximal.isfinite() & behaviour.isfinite()
-    raw = _ratio(proximal, behaviour, valid)
-    match bounds.action:
-        case BehaviourAction.TRUNCATE:
-            bounded = valid & (raw > bounds.cap)
-            applied = raw.clamp(max=bounds.cap)
-        case BehaviourAction.MASK:
-            bounded = valid & ((raw > bounds.cap) | (raw < bounds.floor))
-            applied = torch.where(bounded, torch.zeros_like(raw), raw)
-    applied = torch.where(valid, applied, torch.zeros_like(applied))
-    return BehaviourWeights(raw=raw, applied=applied, valid=valid, bounded=bounded)
-
-
-def decoupled_ppo(
+def token_losses(
+    policy: PolicyConfig,
     logprobs: Tensor,
     proximal: Tensor,
-    behaviour: Tensor,
     advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    bounds: BehaviourBounds,
-) -> PolicyLoss:
-    """loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token.
+    valid: Tensor,
+    sequences: Sequences,
+) -> TokenLosses:
+    """The policy loss of each token.
 
-    r = pi_theta / pi_prox, w = pi_prox / pi_behav within `bounds`: AReaL (arXiv:2505.24298, eq. 5),
-    after Hilton et al. (arXiv:2110.00641, eq. 3); the asymmetric clip is DAPO's (arXiv:2503.14476,
-    eq. 10). Sum it with the weights of `aggregation.token_weights`, whose denominators count
-    rejected tokens.
+    - ppo: -min(r A, clip(r, 1 - low, 1 + high) A) (arXiv:1707.06347, eq. 7; asymmetric after DAPO,
+      arXiv:2503.14476, eq. 10); where A < 0 at most -dual_clip A (arXiv:1912.09729)
+    - reinforce: -r A, the importance-weighted policy gradient
+    - gspo: ppo with the sequence's geometric mean ratio (GSPO-token, arXiv:2507.18071, section 4.3)
+    - geo_mean: -A times the geometric mean of ratios, each clipped (GMPO, arXiv:2507.20673)
+    - cispo: -sg(clip(r, 1 - low, 1 + high)) A log pi_theta (MiniMax-M1, arXiv:2506.13585,
+      section 3.1)
+    - sapo: -4 sigmoid(tau (r - 1)) / tau A, tau by the sign of A (arXiv:2511.20347)
+    - aipo: -sg(min(r, 1 + high)) A log pi_theta (LlamaRL, arXiv:2505.24034)
+    - dppo: -sg(min(r, 20)) A log pi_theta, but 0 where pi_theta - pi_prox is above high with A > 0,
+      or below -low with A <= 0 (arXiv:2602.04879, binary total variation)
 
     Args:
-        logprobs: float [...], of the policy being optimised; carries the gradient.
-        proximal: float [...], at the start of the batch. On the first step of a batch, `logprobs`.
-        behaviour: float [...], of the policy that generated the tokens.
-        advantages: float [...].
-        mask: bool [...], trained tokens. Values elsewhere do not matter.
+        logprobs: float [n], of the policy being optimised; carries the gradient.
+        proximal: float [n], of the policy to stay near.
+        advantages: float [n].
+        valid: bool [n]. Values elsewhere do not matter.
+        sequences: Of these tokens.
     """
-    sound = mask & logprobs.detach().isfinite() & advantages.isfinite()
-    weights = behaviour_weights(proximal, behaviour, sound, bounds)
-    valid = weights.valid
-    ratio = _ratio(logprobs, proximal.detach(), valid)
-    advantage = torch.where(valid, advantages, torch.zeros_like(advantages))
-    surrogate = torch.minimum(
-        ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
-    )
-    with torch.no_grad():
-        clipped = ((ratio > 1.0 + clip_high) & (advantage > 0)) | (
-            (ratio < 1.0 - clip_low) & (advantage < 0)
-        )
-    return PolicyLoss(
-        loss=-weights.applied * surrogate,
-        ratio=ratio.detach(),
-        clipped=clipped,
-        behaviour=weights,
-    )
+    proximal = proximal.detach()
+    logs = log_ratio(logprobs, proximal, valid)
+    ratio = logs.exp()
+    advantage = select(valid, advantages)
+    gained, lost = advantage > 0, advantage < 0
+    low, high = policy.clips
+    stopped = ratio.detach()
+    match policy.loss:
+        case PolicyLoss.PPO:
+            loss, clipped = _clipped_surrogate(ratio, advantage, low, high)
+            if policy.dual_clip is not None:
+                bound = -policy.dual_clip * advantage
+                clipped = clipped | (lost & (loss > bound))
+                loss = torch.where(lost, torch.minimum(loss, bound), loss)
+        case PolicyLoss.REINFORCE:
+            loss, clipped = -ratio * advantage, torch.zeros_like(valid)
+        case PolicyLoss.GSPO:
+            of_sequence = sequences.spread(sequences.mean(logs.detach()))
+            own = bounded(logs - logs.detach() + of_sequence).exp()
+            loss, clipped = _clipped_surrogate(own, advantage, low, high)
+        case PolicyLoss.GEO_MEAN:
+            sign = advantage.sign()
+            clipped = (gained & (logs > high)) | (lost & (logs < -low))
+            kept = sign * torch.minimum(sign * logs, sign * logs.clamp(-low, high))
+            loss = -advantage * sequences.spread(bounded(sequences.mean(kept)).exp())
+        case PolicyLoss.CISPO:
+            weight = stopped.clamp(1.0 - low, 1.0 + high)
+            loss, clipped = -weight * advantage * select(valid, logprobs), weight != stopped
+        case PolicyLoss.SAPO:
+            tau = torch.where(gained, policy.tau_positive, policy.tau_negative).to(ratio.dtype)
+            loss = -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage
+            clipped = torch.zeros_like(valid)
+        case PolicyLoss.AIPO:
+            weight = stopped.clamp(max=1.0 + high)
+            loss, clipped = -weight * advantage * select(valid, logprobs), weight != stopped
+        case PolicyLoss.DPPO:
+            moved = select(valid, logprobs.detach().exp() - proximal.exp())
+            clipped = valid & torch.where(gained, moved > high, moved < -low)
+            weight = stopped.clamp(max=DPPO_RATIO_CAP)
+            loss = -weight * advantage * select(valid & ~clipped, logprobs)
+    return TokenLosses(loss=loss, ratio=stopped, clipped=clipped & valid)
 
 
-def _ratio(numerator: Tensor, denominator: Tensor, valid: Tensor) -> Tensor:
-    """exp(numerator - denominator), and 1 where not valid."""
-    difference = torch.where(valid, numerator - denominator, torch.zeros_like(numerator))
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r) A), and where the clip stops the gradient."""
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(1.0 - low, 1.0 + high) * advantage)
+    clipped = ((ratio > 1.0 + high) & (advantage > 0)) | ((ratio < 1.0 - low) & (advantage < 0))
+    return -surrogate, clipped.detach()

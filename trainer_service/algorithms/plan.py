@@ -1,0 +1,150 @@
+"""From the groups of one optimizer step to packed micro-batches: advantages, weights, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from leeway.algorithm import AlgorithmConfig, KlConfig, KlPlace, Normalise
+from leeway.errors import DataError
+from leeway.trajectory import Group, Trajectory
+from trainer_service.algorithms.advantages import group_relative, overlong_penalty, whiten
+from trainer_service.algorithms.aggregation import token_weights
+from trainer_service.algorithms.kl import kl
+from trainer_service.batching import PackedBatch, StepPlan, pack
+
+Float64Array = npt.NDArray[np.float64]
+
+TURN_REWARDS = "turn_rewards"
+"""Extra of a trajectory, float [turns]: what each turn earned, in place of `reward`."""
+TURN_ENDS = "turn_ends"
+"""Extra beside it, int [turns]: how many response tokens lie before the end of each turn."""
+
+
+def plan_step(
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    *,
+    microbatch_tokens: int,
+    longest_answer: int,
+    penalties: npt.ArrayLike = 0.0,
+) -> StepPlan:
+    """Advantages and aggregation weights of the groups of one optimizer step, packed.
+
+    Trajectories that cannot move the weights get the weight 0, and are not packed: those whose
+    advantages are all exactly 0, unless the loss has terms without advantage.
+
+    Args:
+        longest_answer: Divisor of the `constant` aggregation unless the configuration gives
+            another, and the length that `overlong_tokens` looks at; sampling.max_new_tokens.
+        penalties: float [trajectories], what comes off each reward; see `reference_penalties`.
+
+    Raises:
+        DataError: A trajectory has no reward, or a group only one trajectory.
+        ConfigError: A trajectory was sampled in a way that the trainer cannot follow.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    config = algorithm.advantage
+    off = np.broadcast_to(np.asarray(penalties, dtype=np.float64), len(trajectories))
+    if config.overlong_tokens:
+        off = off + overlong_penalty(
+            [t.response_length for t in trajectories],
+            longest_answer,
+            config.overlong_tokens,
+            config.overlong_penalty,
+        )
+    rewards = []
+    for trajectory, penalty in zip(trajectories, off, strict=True):
+        own = config.reward_coefficient * _turn_rewards(trajectory)
+        own[-1] -= penalty
+        rewards.append(own)
+    sizes = [len(group.trajectories) for group in groups]
+    of_turns = group_relative(rewards, np.repeat(np.arange(len(groups)), sizes), config)
+    advantages = [
+        turns[_token_turns(trajectory)]
+        for trajectory, turns in zip(trajectories, of_turns, strict=True)
+    ]
+    lengths = [values.size for values in advantages]
+    if config.normalise is Normalise.BATCH and advantages:
+        whole = whiten(np.concatenate(advantages))
+        advantages = np.split(whole, np.cumsum(lengths)[:-1])
+    weights = token_weights(
+        algorithm.aggregation, lengths, algorithm.aggregation_constant or longest_answer
+    )
+    if not _moves_without_advantage(algorithm):
+        weights = weights * np.array([bool(values.any()) for values in advantages])
+    return pack(groups, advantages, weights, microbatch_tokens)
+
+
+def reference_penalties(
+    batches: Sequence[PackedBatch], kl_config: KlConfig, trajectories: int
+) -> Float64Array:
+    """coefficient x KL(pi_behav || reference) summed over each trajectory's trained tokens.
+
+    The estimate is of the policy that drew the tokens, so that staleness does not bias it.
+
+    Args:
+        batches: All of the step's trajectories, scored by the reference.
+        trajectories: How many those are.
+
+    Returns:
+        float64 [trajectories].
+
+    Raises:
+        DataError: A batch was not scored by the reference.
+    """
+    penalties = np.zeros(trajectories)
+    for batch in batches:
+        if batch.reference is None:
+            raise DataError("algorithm.kl: the batch lacks the reference's log-probabilities")
+        estimates = kl(kl_config.estimator, torch.from_numpy(batch.behaviour - batch.reference))
+        penalties += np.bincount(batch.sequences, weights=estimates.numpy(), minlength=trajectories)
+    return kl_config.coefficient * penalties
+
+
+def _moves_without_advantage(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss has terms that a trajectory with an advantage of 0 takes part in."""
+    in_loss = algorithm.needs_reference and algorithm.kl.place is not KlPlace.REWARD
+    return in_loss or algorithm.entropy_coefficient > 0.0
+
+
+def _turn_rewards(trajectory: Trajectory) -> Float64Array:
+    """float64 [turns], a copy.
+
+    Raises:
+        DataError: There is no reward, or its turns do not fit the response.
+    """
+    by_turn = trajectory.extras.get(TURN_REWARDS)
+    if by_turn is None:
+        if trajectory.reward is None:
+            raise DataError(
+                f"trajectory {trajectory.trajectory_id!r} has no reward: partial generations are "
+                "continued, not trained"
+            )
+        return np.array([trajectory.reward], dtype=np.float64)
+    ends = trajectory.extras.get(TURN_ENDS, np.zeros(0))
+    if (
+        by_turn.ndim != 1
+        or by_turn.size == 0
+        or ends.shape != by_turn.shape
+        or (np.diff(ends) < 0).any()
+        or ends[-1] != trajectory.response_length
+    ):
+        raise DataError(
+            f"trajectory {trajectory.trajectory_id!r}: {TURN_REWARDS} {list(by_turn.shape)}, "
+            f"{TURN_ENDS} = {ends.tolist()}: give one of each a turn, ends in order, the last at "
+            f"the response's, {trajectory.response_length}"
+        )
+    return by_turn.astype(np.float64)
+
+
+def _token_turns(trajectory: Trajectory) -> npt.NDArray[np.intp]:
+    """int [trained tokens], the turn of each."""
+    trained = np.flatnonzero(trajectory.loss_mask)
+    ends = trajectory.extras.get(TURN_ENDS)
+    if ends is None or TURN_REWARDS not in trajectory.extras:
+        return np.zeros(trained.size, dtype=np.intp)
+    return np.searchsorted(ends, trained, side="right")
