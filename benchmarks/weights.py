@@ -14,12 +14,14 @@ identical: Every node's tensors equal the trainer's after all versions, by hash.
 encode_vs_memcpy, apply_vs_memcpy: Full size over the time to find no change, and to decode, apply
     and verify a real delta (lr 1e-6), as a share of a memory copy's speed. cpu_seconds_1e-6:
     Publish, encode, hash, send, receive, verify, apply: all processes, per version.
-step_slowdown: Seconds that `publish` takes from the trainer, over a training step of 64 such
-samples.
+step_slowdown: Seconds that the canary and `publish` take from the trainer, over a training step of
+    64 such samples.
 pause_vs_full_load: The torch engine's pause for the elements that a delta changes, over loading the
     full weights: from the file (in the page cache) into the engine. pause_vs_full_swap: Over its
-    pause for all tensors from host memory. Seconds on the wall, best of three.
-tokens_kept: Its tokens per CPU-second under 20 such updates, a second apart, over those without.
+    pause for all tensors from host memory. Seconds on the wall, best of several.
+tokens_kept: Its tokens per CPU-second in windows of 5 seconds that begin with such an update and a
+    canary, over those in as many windows between: several times as often as such a trainer
+    publishes.
 egress_copies_64, fleet_time_ratio: 64 nodes under a relay tree of fan-out 4, a tenth killed while
     the payload flows, a slow link (simulated) between clusters: payloads that left the publisher,
     and seconds on the wall until all have it, over those of one node alone.
@@ -32,33 +34,33 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import torch
 from common import finish
+from fleet import OPEN, Fleet, Gate, MemoryEngine, node, publisher, serving
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leeway import deltas, models, rpc, telemetry
-from leeway.config import SecurityConfig, TelemetryConfig, UpdateMode, WeightsConfig
+from leeway.config import TelemetryConfig, TrainerConfig, UpdateMode, WeightsConfig
 from leeway.deltas import Encoding, Tensor
+from leeway.manifests import Canary
 from leeway.trajectory import Sampling
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
-from rollout_service.engines.base import GenerateRequest
+from rollout_service.engines.base import ChangedElements, GenerateRequest, Update
 from rollout_service.engines.torch_engine import TorchEngine
-from rollout_service.engines.torch_model import ChangedElements
-from rollout_service.receiver import PolicyReceiver
-from rollout_service.relay import relaying
-from trainer_service.weight_broadcast import WeightPublisher
+from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.canary import CanaryText
 
-RUN, OPEN, QUIET = "benchmark", SecurityConfig(), TelemetryConfig(log_level="error")
-SERVICE = "leeway.v1.WeightBroadcast"
 SAMPLES = 4
+UPDATES, WINDOW_SECONDS = 20, 5.0
+CHUNK_BYTES = 32 << 10
+LINK_BYTES_PER_SECOND = 150e3
 
 
 # --- Real updates
@@ -136,45 +138,15 @@ def entropy_bytes(base: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> floa
 # --- The whole way, one node
 
 
-class Sink:
-    """An engine that only keeps what it is given."""
-
-    def __init__(self, held: Mapping[str, Tensor]) -> None:
-        self.held = {name: tensor.copy() for name, tensor in held.items()}
-        self.version = 0
-
-    async def swap(self, tensors: Mapping[str, Any], version: int, mode: UpdateMode) -> float:
-        for name, tensor in tensors.items():
-            np.copyto(self.held[name], tensor)
-        self.version = version
-        return 0.0
-
-
-@asynccontextmanager
-async def node(
-    address: str, engine: Any, held: Mapping[str, Tensor] | None, name: str, relay: Any = None
-) -> AsyncIterator[PolicyReceiver]:
-    async with rpc.connect(address, OPEN) as channel:
-        receiver = PolicyReceiver(
-            channel,
-            engine,
-            node_id=name,
-            run_id=RUN,
-            mode=UpdateMode.IN_PLACE,
-            config=WeightsConfig(),
-            initial=held,
-            relay=relay,
-        )
-        task = asyncio.create_task(receiver.run())
-        try:
-            yield receiver
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-def publisher(**config: Any) -> WeightPublisher:
-    return WeightPublisher(RUN, 1, WeightsConfig(**config), OPEN, QUIET)
+def scoring_seconds(directory: Path, text: CanaryText) -> float:
+    """What the canary of one version costs the trainer, in CPU-seconds."""
+    backend = TorchBackend(directory, TrainerConfig())
+    taken = []
+    for _ in range(5):
+        started = time.process_time()
+        text.score(backend)
+        taken.append(time.process_time() - started)
+    return float(np.median(taken))
 
 
 def cpu_of(pid: int | None) -> float:
@@ -185,12 +157,12 @@ def cpu_of(pid: int | None) -> float:
 async def whole_way(model: Any, grads: Any, lr: float, count: int) -> dict[str, Any]:
     before = {name: tensor.copy() for name, tensor in weights(model)}
     full = sum(tensor.nbytes for tensor in before.values())
-    engine = Sink(before)
+    engine = MemoryEngine(before)
     sent, entropy, publishing, cpu = [], [], [], []
     with publisher(kept_versions=2) as broadcast:
         broadcast.publish(0, weights(model))
         start = {name: tensor.copy() for name, tensor in before.items()}
-        async with node(broadcast.address, engine, start, "node") as receiver:
+        async with node(broadcast.address, engine, start) as receiver:
             await receiver.wait_for(0, 120)
             async with rpc.connect(broadcast.address, OPEN) as channel:
                 stub: Any = pb_grpc.WeightBroadcastStub(channel)
@@ -210,7 +182,9 @@ async def whole_way(model: Any, grads: Any, lr: float, count: int) -> dict[str, 
                     sent.append(length + len(sealed.manifest))
                     entropy.append(entropy_bytes(before, after))
                     before = after
-    same = all(deltas.digest_of(engine.held[n]) == deltas.digest_of(t) for n, t in before.items())
+    same = all(
+        deltas.digest_of(engine.weights[n]) == deltas.digest_of(t) for n, t in before.items()
+    )
     return {
         "bytes_ratio": sum(sent) / count / full,
         "entropy_ratio": sum(sent) / sum(entropy),
@@ -261,22 +235,46 @@ def speeds(base: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, f
 # --- Pauses of the engine
 
 
-async def pauses(
-    directory: Any, base: Mapping[str, Tensor], new: Mapping[str, Tensor], short: bool
-) -> dict[str, float]:
-    engine = await asyncio.to_thread(TorchEngine, directory, concurrency=16, stop_tokens=())
-    forth, back = {}, {}
+def moves(
+    base: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> tuple[dict[str, Update], dict[str, Update]]:
+    """The elements that lead from one policy to the next, and back."""
+    forth: dict[str, Update] = {}
+    back: dict[str, Update] = {}
     for name, tensor in new.items():
         places = np.flatnonzero((tensor != base[name]).reshape(-1))
         if places.size:
             forth[name] = ChangedElements(places, tensor.reshape(-1)[places])
             back[name] = ChangedElements(places, base[name].reshape(-1)[places])
+    return forth, back
+
+
+def canary_of(model: Any, text: CanaryText, tensors: Mapping[str, Tensor]) -> Canary:
+    """By plain transformers, under the given weights."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(tensors[name].view(np.int16)).view(torch.bfloat16))
+        logits = model(torch.from_numpy(text.token_ids)[None]).logits[0, :-1].log_softmax(-1)
+    chosen = logits.gather(1, torch.from_numpy(text.token_ids[1:, None]))[:, 0]
+    return Canary(text.token_ids.astype(np.int32), chosen.numpy(), 1e-3)
+
+
+async def pauses(
+    directory: Path,
+    base: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    canaries: tuple[Canary, Canary],
+    short: bool,
+) -> dict[str, float]:
+    """`canaries`: of `base` and of `new`."""
+    engine = await asyncio.to_thread(TorchEngine, directory, concurrency=16, stop_tokens=())
+    forth, back = moves(base, new)
     version = 0
 
-    async def pause(updates: Mapping[str, Any]) -> float:
+    async def update(updates: Mapping[str, Update], canary: Canary | None = None) -> float:
         nonlocal version
         version += 1
-        return await engine.swap(updates, version, UpdateMode.IN_PLACE)
+        return await engine.swap(updates, version, UpdateMode.IN_PLACE, canary)
 
     async def load() -> float:
         started = time.perf_counter()
@@ -286,137 +284,86 @@ async def pauses(
             for file in files
             for name, tensor in file.items()
         }
-        await pause(tensors)
+        await update(tensors)
         return time.perf_counter() - started
 
-    loading = min([await load() for _ in range(3)])
-    full = min([await pause(dict(base)) for _ in range(3)])
-    sparse = min([await pause(updates) for updates in (forth, back) * 2])
+    loading = min([await load() for _ in range(5)])
+    full = min([await update(base) for _ in range(5)])
+    sparse = min([await update(updates) for updates in (forth, back) * 5])
 
-    async def speed(updates: int) -> float:
-        done = asyncio.Event()
-        length = 32 if short else 320
+    async def kept() -> float:
+        """A full batch all the time; every other window begins with an update."""
+        requests = [
+            GenerateRequest(
+                f"{number}",
+                np.arange(10, 50, dtype=np.int32) + number,
+                Sampling(max_new_tokens=32 + 37 * number % 64),
+                number,
+            )
+            for number in range(1000)
+        ]
+        stream = engine.generate(requests)
+        await asyncio.sleep(WINDOW_SECONDS)
+        speeds = np.zeros((2, 2))
+        for number in range(2 * (4 if short else UPDATES)):
+            before, started = engine.stats().tokens_generated, time.process_time()
+            if number % 2:
+                await update((forth, back)[number // 2 % 2], canaries[1 - number // 2 % 2])
+            await asyncio.sleep(WINDOW_SECONDS)
+            made = engine.stats().tokens_generated - before
+            speeds[number % 2] += made, time.process_time() - started
+        await engine.abort([request.request_id for request in requests])
+        assert len([generation async for generation in stream]) == len(requests)
+        (without, alone), (updated, taken) = speeds
+        return float(updated / taken / (without / alone))
 
-        async def generate() -> int:
-            requests = [
-                GenerateRequest(
-                    f"{version}-{i}-{updates}",
-                    np.arange(10, 50, dtype=np.int32) + i,
-                    Sampling(max_new_tokens=length),
-                    i,
-                )
-                for i in range(16)
-            ]
-            count = 0
-            async for generation in engine.generate(requests):
-                count += generation.token_ids.size
-            done.set()
-            return count
-
-        started = time.process_time()
-        running = asyncio.create_task(generate())
-        for number in range(updates):
-            if done.is_set():
-                break
-            await pause((forth, back)[number % 2])
-            # Far more often than any trainer steps.
-            await asyncio.sleep(0.1 if short else 1.0)
-        return await running / (time.process_time() - started)
-
-    await speed(0)
-    kept = []
-    for _ in range(1 if short else 2):
-        without = await speed(0)
-        kept.append(await speed(20) / without)
-    await engine.close()
-    return {
+    figures = {
         "pause_vs_full_load": sparse / loading,
         "pause_vs_full_swap": sparse / full,
-        "tokens_kept": float(np.median(kept)),
+        "tokens_kept": await kept(),
     }
+    await engine.close()
+    return figures
 
 
 # --- A fleet behind a slow link
 
 
-class SlowLink(pb_grpc.WeightBroadcastServicer):
-    """Between the publisher and the fleet: each flow has so many bytes a second."""
-
-    def __init__(self, address: str, bytes_per_second: float) -> None:
-        self._stub: Any = pb_grpc.WeightBroadcastStub(rpc.connect(address, OPEN))
-        self._rate = bytes_per_second
-        self.passed = 0
-
-    async def Subscribe(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        async for announcement in self._stub.Subscribe(request):
-            yield announcement
-
-    async def Fetch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        try:
-            async for part in self._stub.Fetch(request):
-                await asyncio.sleep(len(part.data) / self._rate)
-                self.passed += len(part.data)
-                yield part
-        except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or "")
-
-    async def GetManifest(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._stub.GetManifest(request)
-
-    async def Report(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._stub.Report(request)
-
-    async def Reparent(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return await self._stub.Reparent(request)
-
-
-async def fleet(nodes: int) -> dict[str, float]:
+async def fleet_figures(nodes: int) -> dict[str, float]:
     generator = np.random.default_rng(0)
     held = {"w": generator.integers(0, 1 << 16, 4_000_000).astype(np.uint16)}
-    relays = WeightsConfig(relay_address="127.0.0.1:0", chunk_bytes=32 << 10)
-    seconds, copies = {}, 0.0
-    for count in (1, nodes):
-        with publisher(relay_fanout=4, chunk_bytes=32 << 10) as broadcast:
-            broadcast.publish(0, held.items())
-            broadcast.wait_announced(0, 60)
-            link = SlowLink(broadcast.address, 150e3)
+    after = {name: tensor.copy() for name, tensor in held.items()}
+    after["w"][generator.random(after["w"].size) < 0.1] += 1
+    changes = [(r, deltas.difference(held[r.name], after[r.name])) for r in deltas.describe(after)]
+    payload = len(deltas.pack(changes).payload)
+    alone, _ = await spread(1, held, after)
+    together, passed = await spread(nodes, held, after)
+    return {"egress_copies_64": passed / payload, "fleet_time_ratio": together / alone}
 
-            async def add(server: rpc.Server, link: SlowLink = link) -> None:
-                await server.add(pb_grpc.add_WeightBroadcastServicer_to_server, link, SERVICE)
 
-            async with rpc.serve("127.0.0.1:0", OPEN, add) as server:
-                stacks, receivers = [], []
-                for number in range(count):
-                    stack = AsyncExitStack()
-                    relay = await stack.enter_async_context(relaying(relays, OPEN))
-                    own = {name: tensor.copy() for name, tensor in held.items()}
-                    member = node(server.address, Sink(held), own, f"n{number:02}", relay)
-                    receivers.append(await stack.enter_async_context(member))
-                    stacks.append(stack)
-                await asyncio.gather(*(receiver.wait_for(0, 120) for receiver in receivers))
-                after = {name: tensor.copy() for name, tensor in held.items()}
-                places = generator.random(after["w"].size) < 0.1
-                after["w"][places] += 1
+async def spread(
+    nodes: int, held: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> tuple[float, int]:
+    """Seconds until the whole fleet has a new version, and payload bytes that left for it."""
+    with publisher(relay_fanout=4, chunk_bytes=CHUNK_BYTES) as broadcast:
+        broadcast.publish(0, held.items())
+        broadcast.wait_announced(0, 60)
+        async with rpc.connect(broadcast.address, OPEN) as channel:
+            gate = Gate(channel, LINK_BYTES_PER_SECOND)
+            async with serving(gate) as address, Fleet(address, CHUNK_BYTES) as fleet:
+                for number in range(nodes):
+                    await fleet.add(number, held)
+                await fleet.all_at(0, 120)
                 started = time.perf_counter()
                 await asyncio.to_thread(broadcast.publish, 1, after.items())
-                if count > 1:
-                    while not link.passed:
+                if nodes > 1:
+                    while not gate.passed:
                         await asyncio.sleep(0.01)
                     # The head of the tree among them.
-                    victims = set(range(0, count, 11))
-                    for number in victims:
-                        await stacks[number].aclose()
-                    receivers = [r for i, r in enumerate(receivers) if i not in victims]
-                await asyncio.gather(*(receiver.wait_for(1, 120) for receiver in receivers))
-                seconds[count] = time.perf_counter() - started
-                changes = [
-                    (r, deltas.difference(held[r.name], after[r.name]))
-                    for r in deltas.describe(after)
-                ]
-                copies = link.passed / len(deltas.pack(changes).payload)
-                for stack in stacks:
-                    await stack.aclose()
-    return {"egress_copies_64": copies, "fleet_time_ratio": seconds[nodes] / seconds[1]}
+                    for number in range(0, nodes, 11):
+                        await fleet.kill(number)
+                await fleet.all_at(1, 120)
+                return time.perf_counter() - started, gate.passed
 
 
 async def main() -> None:
@@ -427,14 +374,16 @@ async def main() -> None:
     count = 4 if arguments.short else arguments.versions
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    telemetry.setup(QUIET)
-    figures: dict[str, Any] = await fleet(16 if arguments.short else 64)
+    telemetry.setup(TelemetryConfig(log_level="error"))
+    figures: dict[str, Any] = await fleet_figures(16 if arguments.short else 64)
     directory = models.resolve("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(directory)
 
     def load() -> Any:
         return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
+    text = CanaryText(directory, WeightsConfig())
+    scoring = scoring_seconds(directory, text)
     grads, seconds = gradients(load(), tokenizer, 2 if arguments.short else 3)
     for lr, key in ((1e-6, "1e6"), (1e-5, "1e5")):
         model = load()
@@ -444,7 +393,7 @@ async def main() -> None:
         figures[f"cpu_seconds_{key}"] = result["cpu"]
         figures["identical"] = figures.get("identical", True) and result["identical"]
         # A step of 64 samples takes at least 64 / SAMPLES of these gradients.
-        figures["step_slowdown"] = result["publish"] / (seconds * 64 / SAMPLES)
+        figures["step_slowdown"] = (scoring + result["publish"]) / (seconds * 64 / SAMPLES)
         if lr == 1e-6:
             base = {name: tensor.copy() for name, tensor in weights(model)}
             next(versions(model, grads, lr, 1))
@@ -452,7 +401,10 @@ async def main() -> None:
         del model
     del grads
     figures |= speeds(base, new)
-    figures |= await pauses(directory, base, new, arguments.short)
+    model = load()
+    canaries = canary_of(model, text, base), canary_of(model, text, new)
+    del model
+    figures |= await pauses(directory, base, new, canaries, arguments.short)
     finish(0, **{k: round(v, 5) if isinstance(v, float) else v for k, v in figures.items()})
 
 

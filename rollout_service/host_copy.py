@@ -3,6 +3,8 @@
 What it says it holds, it has hashed. While new weights are staged in place it holds nothing; if
 they turn out wrong it goes on holding nothing, and full weights have to come. The engine never
 reads from it outside `Engine.swap`, so that it generates on whatever happens here.
+
+It also knows what the engine lacks of it, element by element, over any number of staged versions.
 """
 
 from __future__ import annotations
@@ -14,9 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from leeway import deltas
-from leeway.deltas import Encoding, Record, Tensor
+from leeway.deltas import Change, Encoding, Positions, Record, Tensor
 from leeway.errors import WireError
 from leeway.manifests import Manifest
+from rollout_service.engines.base import ChangedElements, Update
+
+# Where a larger share of a tensor changes, to copy it whole is faster than to scatter into it.
+_WHOLE_FROM = 1 / 16
 
 
 class HostCopy:
@@ -26,21 +32,37 @@ class HostCopy:
         self.digest = ""
         self._tensors: dict[str, Tensor] = {}
         self._digests: dict[str, str] = {}
-
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """Of every tensor it holds."""
-        return self._digests
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+        # Digests of the tensors that the engine holds; and what has changed here since, where that
+        # is known: the flat positions in each tensor.
+        self._loaded: dict[str, str] = {}
+        self._moved: dict[str, Positions] = {}
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes over tensors, which nobody else may write, and hashes them."""
+        """Takes over the tensors that the engine has loaded, which nobody else may write."""
         records = deltas.describe(tensors)
         self._hold(
             dict(tensors), {r.name: r.digest for r in records}, deltas.policy_digest(records)
         )
+        self.loaded()
+
+    def lacking(self) -> dict[str, Update]:
+        """What the engine needs to hold what is held here: each tensor that differs, whole or as
+        its changed elements. Whole ones share this copy's memory."""
+        updates: dict[str, Update] = {}
+        for name, digest in self._digests.items():
+            if self._loaded.get(name) == digest:
+                continue
+            tensor, positions = self._tensors[name], self._moved.get(name)
+            if positions is None or positions.size > _WHOLE_FROM * tensor.size:
+                updates[name] = tensor
+            else:
+                updates[name] = ChangedElements(positions, tensor.reshape(-1)[positions])
+        return updates
+
+    def loaded(self) -> None:
+        """The engine has taken over what it lacked."""
+        self._loaded = dict(self._digests)
+        self._moved = {name: np.empty(0, dtype=np.int64) for name in self._digests}
 
     def whole(self, manifest: Manifest) -> tuple[Manifest, npt.NDArray[np.uint8]]:
         """A copy of what is held, as full weights under the manifest that led to it."""
@@ -84,6 +106,7 @@ class HostCopy:
             flat = payload[record.offset : end].view(deltas.numpy_dtype(record.dtype))
             tensors[record.name] = flat.reshape(record.shape)
             self._verify(record, tensors[record.name])
+        self._moved = {}
         self._hold(tensors, {r.name: r.digest for r in manifest.records}, manifest.digest)
 
     def _stage_delta(self, manifest: Manifest, payload: npt.NDArray[np.uint8]) -> None:
@@ -99,9 +122,15 @@ class HostCopy:
                 held[record.name] = flat.reshape(record.shape)
             else:
                 deltas.apply(change, held[record.name])
+            self._move(record.name, change)
             self._verify(record, held[record.name])
         tensors = {record.name: held[record.name] for record in manifest.records}
         self._hold(tensors, {r.name: r.digest for r in manifest.records}, manifest.digest)
+
+    def _move(self, name: str, change: Change) -> None:
+        before = self._moved.pop(name, None)
+        if before is not None and change.positions is not None:
+            self._moved[name] = np.union1d(before, change.positions)
 
     def _check_base(self, record: Record) -> None:
         """Before anything is touched: does the change fit the tensor held?"""

@@ -1,11 +1,11 @@
 """New policies arrive here: pulled, staged, verified, then swapped into the engine.
 
-The order is strict: fetch, stage and verify in host memory while the engine generates; then pause
-and swap (the engine does both), then the canary. `version` moves only after that. Whatever goes
-wrong on the way in is tried again: a broken transfer goes on at its offset, a missing base or a
-wrong digest brings full weights, a peer that is away is dialled again. What goes wrong after the
-swap is not: a canary that deviates means that the engine does not hold the weights it was given,
-and the node stops.
+The order is strict: fetch, stage and verify in host memory while the engine generates; then the
+engine pauses, applies what changed, and proves it by the canary. `version` moves only after that.
+Whatever goes wrong on the way in is tried again: a broken transfer goes on at its offset, a missing
+base or a wrong digest brings full weights, a peer that is away is dialled again. What goes wrong
+after the swap is not: a canary that deviates means that the engine does not hold the weights it was
+given, and the node stops.
 
 One task listens to announcements, one follows them, one reports; only the newest counts, so that
 versions may skip.
@@ -25,12 +25,12 @@ from prometheus_client import Counter, Gauge, Histogram
 from leeway import rpc
 from leeway.config import UpdateMode, WeightsConfig
 from leeway.deltas import Tensor
-from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError, WireError
-from leeway.manifests import Canary, Manifest
+from leeway.errors import DeadlineError, InfrastructureError, LeewayError, WireError
+from leeway.manifests import Manifest
 from leeway.telemetry import Waits
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
-from rollout_service.engines.base import Engine
+from rollout_service.engines.base import CanaryError, Engine
 from rollout_service.fetching import FIRST_PAUSE, LONGEST_PAUSE, Fetcher
 from rollout_service.host_copy import HostCopy
 from rollout_service.parcels import Parcel, Shelf
@@ -51,10 +51,6 @@ _REFUSED = Counter(
 # The broadcaster speaks every 10 seconds; a connection that is silent for longer is given up.
 _SILENCE_SECONDS = 30.0
 _REPORT_SECONDS = 5.0
-
-
-class CanaryError(EngineError):
-    """The engine's log-probabilities are not those of the weights it was given."""
 
 
 class PolicyReceiver:
@@ -98,11 +94,10 @@ class PolicyReceiver:
         # What led to the weights held; and who may touch them.
         self._manifest: Manifest | None = None
         self._touching = asyncio.Lock()
-        # Digests of the tensors that the engine holds.
-        self._loaded: dict[str, str] = {}
         self._incarnation = -1
         self._version = -1
         self._failure: LeewayError | None = None
+        self._refusal: pb.ReportRequest | None = None
         self._target: pb.SubscribeResponse | None = None
         self._changed = asyncio.Condition()
         self._reports: asyncio.Queue[pb.ReportRequest] = asyncio.Queue()
@@ -147,7 +142,6 @@ class PolicyReceiver:
         """
         if self._initial is not None:
             await asyncio.to_thread(self._host.adopt, self._initial)
-            self._loaded = dict(self._host.digests)
             self._initial = None
         loops = (self._listen(), self._follow(), self._report())
         tasks = [asyncio.create_task(loop) for loop in loops]
@@ -162,6 +156,9 @@ class PolicyReceiver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._refusal is not None:
+                # Also when the node is going down already: the engine's failure reaches all of it.
+                await self._send(self._refusal)
             await self._fetcher.close()
             async with self._changed:
                 self._changed.notify_all()
@@ -286,20 +283,15 @@ class PolicyReceiver:
             bytes_received=manifest.payload_length if manifest is not None else 0,
         )
         self._reports.put_nowait(report)
-        digests = dict(self._host.digests)
-        changed = {
-            name: self._host.tensor(name)
-            for name, digest in digests.items()
-            if self._loaded.get(name) != digest
-        }
-        pause = await self._engine.swap(changed, staged.version, self._mode)
-        self._loaded = digests
-        if manifest is not None and manifest.canary is not None:
-            try:
-                await self._prove(manifest.version, manifest.canary)
-            except CanaryError as error:
-                await self._send(_next(report, pb.NODE_STATE_FAILED, message=str(error)))
-                raise
+        lacking = await asyncio.to_thread(self._host.lacking)
+        canary = manifest.canary if manifest is not None else None
+        try:
+            pause = await self._engine.swap(lacking, staged.version, self._mode, canary)
+        except CanaryError as error:
+            _REFUSED.labels("canary").inc()
+            self._refusal = _next(report, pb.NODE_STATE_FAILED, message=str(error))
+            raise
+        self._host.loaded()
         async with self._changed:
             self._incarnation, self._version = staged.incarnation, staged.version
             self._changed.notify_all()
@@ -311,21 +303,11 @@ class PolicyReceiver:
         log.info(
             "policy applied",
             version=staged.version,
-            tensors=len(changed),
+            tensors=len(lacking),
             bytes=report.bytes_received,
             stage_seconds=round(report.stage_seconds, 4),
             pause_seconds=round(pause, 4),
         )
-
-    async def _prove(self, version: int, canary: Canary) -> None:
-        deviation = canary.deviation(await self._engine.logprobs(canary.token_ids))
-        if not deviation <= canary.tolerance:
-            _REFUSED.labels("canary").inc()
-            raise CanaryError(
-                f"version {version}: the canary's log-probabilities differ by {deviation:.3g} from "
-                f"the trainer's, more than {canary.tolerance:g}; the engine does not hold the "
-                "weights it was given"
-            )
 
     # --- Reports: beside the updates, which never wait for the broadcaster to hear of them
 

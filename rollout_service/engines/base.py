@@ -5,12 +5,13 @@ version on what it samples. The node calls it from its event loop; an engine doe
 elsewhere.
 
 The order of an update is strict: the caller stages and verifies the weights on the host, then
-`swap`, which pauses, applies, and resumes by itself between two decode steps.
+`swap`, which pauses, applies, proves and resumes by itself between two decode steps. Nothing that
+was sampled under new weights leaves the engine before their canary agrees.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from leeway.config import UpdateMode
+from leeway.errors import EngineError
+from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
 from leeway.versions import VersionSpan
 
@@ -32,6 +35,8 @@ class GenerateRequest:
             same batch: each token's draw depends only on (seed, position).
         resume: A partial generation to be continued; its tokens count against max_new_tokens, and
             its log-probabilities and versions are kept as they are.
+        on_tokens: Called in the event loop with further sampled ids, in order, while they come; the
+            last ones may be in the generation only.
     """
 
     request_id: str
@@ -39,6 +44,7 @@ class GenerateRequest:
     sampling: Sampling
     seed: int
     resume: Generation | None = None
+    on_tokens: Callable[[Int32Array], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +65,38 @@ class Generation:
     versions: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChangedElements:
+    """What changes in one tensor: int64 [k], ascending flat positions, and [k], their new values
+    in the tensor's dtype (bf16 as uint16)."""
+
+    positions: npt.NDArray[np.int64]
+    values: npt.NDArray[Any]
+
+
+Update = npt.NDArray[Any] | ChangedElements
+"""A tensor's new values: all of them, in its shape, or those that change."""
+
+
+class CanaryError(EngineError):
+    """The engine's log-probabilities are not those of the weights it was given."""
+
+
+def prove(canary: Canary, version: int, logprobs: Float32Array) -> None:
+    """Compares an engine's log-probabilities of the canary, float32 [n - 1], with the trainer's.
+
+    Raises:
+        CanaryError: they differ by more than the canary tolerates.
+    """
+    deviation = canary.deviation(logprobs)
+    if not deviation <= canary.tolerance:
+        raise CanaryError(
+            f"version {version}: the canary's log-probabilities differ by {deviation:.3g} from the "
+            f"trainer's, more than {canary.tolerance:g}; the engine does not hold the weights it "
+            "was given (where both compute in lower precision, raise weights.canary_tolerance)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +147,22 @@ class Engine(Protocol):
         ...
 
     async def swap(
-        self, tensors: Mapping[str, npt.NDArray[Any]], version: int, mode: UpdateMode
+        self,
+        updates: Mapping[str, Update],
+        version: int,
+        mode: UpdateMode,
+        canary: Canary | None = None,
     ) -> float:
-        """Puts tensors in place: under Hugging Face names, those that changed; bf16 as uint16.
+        """Puts new weights in place: under Hugging Face names, what changed.
+
+        With a canary, nothing that the new weights sampled is yielded before it agrees; when it
+        does not, the engine is broken, and all that is pending fails with the same error.
 
         Returns once the new version generates: the seconds for which generation stood still.
-        """
-        ...
 
-    async def logprobs(self, token_ids: Int32Array) -> npt.NDArray[np.float32]:
-        """float32 [n - 1]: log-probability of each token after the first at temperature 1."""
+        Raises:
+            CanaryError: the engine does not hold what it was given.
+        """
         ...
 
     def stats(self) -> EngineStats: ...

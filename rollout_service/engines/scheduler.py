@@ -12,6 +12,9 @@ those that join, in one packed forward pass.
   last token.
 - Sequences that only begin alike share their beginning: the first to join keeps it (`_prefix`), for
   all that come in later steps, again until the weights change.
+- New weights may bring a canary: a prompt whose log-probabilities under them are known. The first
+  forward pass under the new weights computes it beside the sequences, and nothing is drawn from
+  that pass unless it agrees.
 - Running sequences occupy the first slots, without holes. A slot outlives its sequence until the
   next step, so that one that joins may take over its prefix.
 - An idle batch keeps nothing. What an idle batch generates is a function of the weights and the
@@ -28,12 +31,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from leeway.trajectory import FinishReason, Sampling
+from leeway.manifests import Canary
+from leeway.trajectory import FinishReason, Int32Array, Sampling
 from leeway.versions import expand, spans_of
-from rollout_service.engines.base import GenerateRequest, Generation
+from rollout_service.engines.base import GenerateRequest, Generation, prove
 from rollout_service.engines.kv_cache import Span
 from rollout_service.engines.sampler import draw, uniforms
-from rollout_service.engines.torch_model import HeldModel
+from rollout_service.engines.torch_model import HeldModel, chosen_logprobs, unkept
 
 # Most tokens prefilled in one step (a single longer sequence still goes in whole): bounds the
 # memory of a step, and how long running sequences wait for those that join. Matrix products are
@@ -73,6 +77,8 @@ class RunningSequence:
             self.logprobs[: self.generated] = partial.logprobs
             self.versions[: self.generated] = expand(partial.versions)
             self.earlier_seconds = partial.seconds
+        self.on_tokens = request.on_tokens
+        self._told = self.length
         self.prefix = b""
         self.prefix_epoch = -1
 
@@ -89,6 +95,11 @@ class RunningSequence:
         self.logprobs[self.generated] = logprob
         self.versions[self.generated] = version
         self.length += 1
+
+    def news(self) -> Int32Array:
+        """int32 [n]: what was sampled since this was last asked."""
+        told, self._told = self._told, self.length
+        return self.tokens[told : self.length].astype(np.int32)
 
     def generation(self, now: float) -> Generation:
         n = self.generated
@@ -118,6 +129,8 @@ class ContinuousBatch:
         # Counts changes of weights: a version alone might be sent twice with different weights.
         self._epoch = 0
         self._submitted = 0
+        # Of the weights in place, until it has agreed.
+        self._canary: Canary | None = None
         # The tokens whose keys and values the cache keeps as a prefix, and under which weights.
         self._prefix = np.empty(0, dtype=np.int64)
         self._prefix_epoch = -1
@@ -133,10 +146,19 @@ class ContinuousBatch:
     def running(self) -> int:
         return len(self._running())
 
+    def followed(self) -> list[RunningSequence]:
+        """Running sequences whose tokens somebody wants as they come."""
+        return [s for s in self._running() if s.on_tokens is not None]
+
     @property
     def interrupted(self) -> bool:
         """Whether sequences that new weights interrupted have yet to go on."""
         return any(sequence.interrupted for sequence in self._waiting)
+
+    @property
+    def unproven(self) -> bool:
+        """Whether the weights in place have yet to prove that they are those that were sent."""
+        return self._canary is not None
 
     def submit(self, sequences: Iterable[RunningSequence]) -> list[RunningSequence]:
         """Queues the sequences; returns those that have nothing left to generate."""
@@ -161,9 +183,10 @@ class ContinuousBatch:
         self._forget_if_idle()
         return running + waiting
 
-    def weights_changed(self, version: int, recompute: bool) -> None:
+    def weights_changed(self, version: int, recompute: bool, canary: Canary | None) -> None:
         """Prefixes kept so far are stale; `recompute` sends the running sequences back as well."""
         self.version = version
+        self._canary = canary
         self._epoch += 1
         if recompute:
             for sequence in sorted(self._running(), key=lambda s: s.order, reverse=True):
@@ -174,10 +197,18 @@ class ContinuousBatch:
     def step(self, admit: bool) -> list[RunningSequence]:
         """One forward pass, one token for each sequence in it; returns those that ended.
 
-        `admit`: whether waiting sequences may join. With none running or joining, nothing happens.
+        `admit`: whether waiting sequences may join. With none running or joining, nothing happens
+        but the canary.
+
+        Raises:
+            CanaryError: the weights are not those that were sent.
         """
         groups = self._join(admit)
+        canary, self._canary = self._canary, None
+        probe = canary.token_ids.astype(np.int64) if canary is not None else None
         if not self._slots:
+            if canary is not None and probe is not None:
+                prove(canary, self.version, self._model.logprobs(probe))
             return []
         decoding = self._slots[: len(self._slots) - sum(map(len, groups))]
         lengths = np.array([s.length for s in decoding], dtype=np.int64)
@@ -198,6 +229,12 @@ class ContinuousBatch:
             row_of_slot += [len(rows)] * len(group)
             rows.append(end - 1)
         self.tokens_prefilled += end - len(decoding)
+        drawn = len(rows)
+        if probe is not None:
+            tokens.append(probe)
+            positions.append(np.arange(probe.size))
+            spans.append(unkept(end, end + probe.size))
+            rows += range(end, end + probe.size - 1)
 
         logits = self._model.forward(
             np.concatenate(tokens),
@@ -205,10 +242,13 @@ class ContinuousBatch:
             self._cache.plan(lengths, spans),
             np.array(rows) if spans else None,
         )
+        if canary is not None and probe is not None:
+            prove(canary, self.version, chosen_logprobs(logits[drawn:], probe))
+            logits = logits[:drawn]
         if groups and self._prefix_epoch != self._epoch:
             self._prefix, self._prefix_epoch = groups[0][0].known.copy(), self._epoch
             self._cache.keep_prefix(groups[0][0].slot, self._prefix.size)
-        return self._draw(logits[row_of_slot] if len(row_of_slot) > len(rows) else logits)
+        return self._draw(logits[row_of_slot] if len(row_of_slot) > drawn else logits)
 
     def _shared_prefix(self, known: npt.NDArray[np.int64]) -> int:
         """How many first tokens the kept prefix spares; at least one token remains to compute."""

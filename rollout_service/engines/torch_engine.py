@@ -4,8 +4,9 @@ Owns one thread, which alone touches weights, cache and sequences. Everything el
 command in its inbox, and is carried out between two decode steps: that is the gate of an update.
 The event loop only builds commands and receives results.
 
-When the thread fails, everything pending fails with `InfrastructureError`, and so does every later
-call. Nothing waits for a thread that has ended.
+When the thread fails, everything pending fails with `InfrastructureError` (with `CanaryError` if it
+does not hold the weights it was given), and so does every later call. Nothing waits for a thread
+that has ended.
 
 What an idle engine generates for one `generate` call is, bit for bit, a function of the weights and
 of that call (given the number of torch threads).
@@ -18,23 +19,29 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from leeway.config import UpdateMode
-from leeway.errors import DeadlineError, EngineError, InfrastructureError
+from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError
+from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Int32Array
-from rollout_service.engines.base import EngineStats, GenerateRequest, Generation
+from rollout_service.engines.base import (
+    CanaryError,
+    EngineStats,
+    GenerateRequest,
+    Generation,
+    Update,
+)
 from rollout_service.engines.scheduler import ContinuousBatch, RunningSequence
-from rollout_service.engines.torch_model import HeldModel, Update
+from rollout_service.engines.torch_model import HeldModel
+from rollout_service.engines.torch_weights import Staged
 
 # A decode step takes well under a second; a step that prefills long prompts may take many.
 CLOSE_SECONDS = 60.0
@@ -57,14 +64,10 @@ class _Abort(_Command):
 
 @dataclass(slots=True, kw_only=True)
 class _Swap(_Command):
-    updates: Mapping[str, Update]
+    staged: Staged
     version: int
     mode: UpdateMode
-
-
-@dataclass(slots=True, kw_only=True)
-class _Logprobs(_Command):
-    tokens: npt.NDArray[np.int64]
+    canary: Canary | None
 
 
 @dataclass(slots=True)
@@ -78,16 +81,20 @@ class _Stream:
     def __init__(self, request_ids: Collection[str]) -> None:
         self.pending = set(request_ids)
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Generation | InfrastructureError] = asyncio.Queue()
+        self._items: asyncio.Queue[Generation | LeewayError] = asyncio.Queue()
 
-    def post(self, item: Generation | InfrastructureError) -> None:
+    def post(self, item: Generation | LeewayError) -> None:
         # RuntimeError: the loop has closed, nobody is left to read.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
+    def tell(self, listener: Callable[[Int32Array], None], tokens: Int32Array) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(listener, tokens)
+
     async def next(self) -> Generation:
         item = await self._items.get()
-        if isinstance(item, InfrastructureError):
+        if isinstance(item, LeewayError):
             raise item
         self.pending.discard(item.request_id)
         return item
@@ -123,14 +130,15 @@ class TorchEngine:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._accepted: list[_Command] = []
         self._swaps: deque[_Swap] = deque()
-        # A swap that was applied, and when, until all it interrupted goes on.
+        # A swap that was applied, and when, until all it interrupted goes on and it is proven.
         self._settling: tuple[_Swap, float] | None = None
+        self._pause: float | None = None
         self._busy_seconds = self._pause_seconds = 0.0
         self._pauses = 0
         # Guards what follows: the streams in flight, by request, and why the engine has ended.
         self._lock = threading.Lock()
         self._streams: dict[str, _Stream] = {}
-        self._failure: InfrastructureError | None = None
+        self._failure: LeewayError | None = None
         self._thread = threading.Thread(target=self._supervise, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -188,22 +196,26 @@ class TorchEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._call(_Abort(request_ids=frozenset(request_ids)))
 
-    async def swap(self, tensors: Mapping[str, Update], version: int, mode: UpdateMode) -> float:
-        """A tensor may also be given as its `ChangedElements`.
+    async def swap(
+        self,
+        updates: Mapping[str, Update],
+        version: int,
+        mode: UpdateMode,
+        canary: Canary | None = None,
+    ) -> float:
+        """Also takes LoRA adapters, under PEFT's names; their scale belongs into lora_B.
 
         Raises:
             EngineError: a name, shape or dtype that the model does not have; nothing is changed.
+            CanaryError: the engine does not hold what it was given; it has failed.
         """
-        self._model.check(tensors)
-        seconds: float = await self._call(_Swap(updates=tensors, version=version, mode=mode))
-        return seconds
-
-    async def logprobs(self, token_ids: Int32Array) -> npt.NDArray[np.float32]:
-        self._validate_tokens("token_ids", token_ids)
-        result: npt.NDArray[np.float32] = await self._call(
-            _Logprobs(tokens=token_ids.astype(np.int64))
+        if canary is not None:
+            self._validate_tokens("canary", canary.token_ids)
+        staged = await asyncio.to_thread(self._model.weights.stage, updates)
+        seconds: float = await self._call(
+            _Swap(staged=staged, version=version, mode=mode, canary=canary)
         )
-        return result
+        return seconds
 
     def stats(self) -> EngineStats:
         running = self._batch.running
@@ -266,10 +278,12 @@ class TorchEngine:
     # In the engine's thread.
 
     def _supervise(self) -> None:
-        failure = InfrastructureError("the torch engine was closed")
+        failure: LeewayError = InfrastructureError("the torch engine was closed")
         try:
             with torch.inference_mode():
                 self._serve()
+        except CanaryError as error:
+            failure = error
         except Exception as error:
             # The thread's boundary: whatever it was reaches everyone who waits.
             failure = InfrastructureError(f"the torch engine failed: {error!r}")
@@ -280,9 +294,10 @@ class TorchEngine:
     def _serve(self) -> None:
         while self._obey():
             self._apply_swaps()
-            if self._batch.running or self._batch.waiting:
+            if self._batch.running or self._batch.waiting or self._batch.unproven:
                 started = time.monotonic()
                 self._deliver(self._batch.step(self._admits()))
+                self._tell()
                 self._busy_seconds += time.monotonic() - started
             self._settle()
 
@@ -306,8 +321,6 @@ class TorchEngine:
                 case _Abort(request_ids=request_ids):
                     self._deliver(self._batch.abort(request_ids))
                     command.done.set_result(None)
-                case _Logprobs(tokens=tokens):
-                    command.done.set_result(self._model.logprobs(tokens))
                 case _Swap():
                     self._swaps.append(command)
                 case _Close():
@@ -324,22 +337,27 @@ class TorchEngine:
             if swap.mode is UpdateMode.DRAIN and self._batch.running:
                 return
             started = time.monotonic()
-            self._model.write(swap.updates)
-            self._batch.weights_changed(swap.version, swap.mode is UpdateMode.RECOMPUTE)
+            self._model.weights.write(swap.staged)
+            recompute = swap.mode is UpdateMode.RECOMPUTE
+            self._batch.weights_changed(swap.version, recompute, swap.canary)
             self._swaps.popleft()
             self._settling = (swap, started)
             self._settle()
 
     def _settle(self) -> None:
-        """Ends the pause of an update, once all that it interrupted goes on."""
+        """Ends the pause of an update once all that it interrupted goes on, and the update once it
+        is proven: the canary pauses nothing, it shares a step."""
         if self._settling is None or self._batch.interrupted:
             return
         swap, started = self._settling
-        seconds = time.monotonic() - started
-        self._settling = None
+        if self._pause is None:
+            self._pause = time.monotonic() - started
+        if self._batch.unproven:
+            return
         self._pauses += 1
-        self._pause_seconds += seconds
-        swap.done.set_result(seconds)
+        self._pause_seconds += self._pause
+        swap.done.set_result(self._pause)
+        self._settling = self._pause = None
 
     def _deliver(self, ended: Sequence[RunningSequence]) -> None:
         now = time.monotonic()
@@ -348,15 +366,21 @@ class TorchEngine:
                 stream = self._streams.pop(sequence.request_id)
             stream.post(sequence.generation(now))
 
-    def _end(self, failure: InfrastructureError) -> None:
+    def _tell(self) -> None:
+        for sequence in self._batch.followed():
+            assert sequence.on_tokens is not None  # that is what `followed` says
+            self._streams[sequence.request_id].tell(sequence.on_tokens, sequence.news())
+
+    def _end(self, failure: LeewayError) -> None:
         with self._lock:
             self._failure = failure
             streams = set(self._streams.values())
             self._streams.clear()
-        for stream in streams:
-            stream.post(failure)
         while not self._inbox.empty():
             self._accepted.append(self._inbox.get())
+        # Commands first: whoever sent the weights hears of it before those who generate.
         for command in self._accepted:
             if not command.done.done():
                 command.done.set_exception(failure)
+        for stream in streams:
+            stream.post(failure)

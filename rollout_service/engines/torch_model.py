@@ -1,17 +1,12 @@
-"""The weights that the torch engine holds, and their forward pass.
+"""The model that the torch engine holds: loading it, and its forward pass.
 
 Any Hugging Face causal LM with plain causal attention: the model's own modules run, only attention
 is ours. Whether that holds is not assumed: when loaded, the model must agree with itself under its
 own attention on a probe, or it is refused.
-
-Weights are bf16 values, held and computed in float32: whatever arrives is rounded to bf16, so that
-the engine holds the very numbers that the trainer computes with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +20,19 @@ from transformers.utils import logging as transformers_logging
 from leeway.errors import EngineError
 from leeway.trajectory import Float32Array
 from rollout_service.engines.kv_cache import ATTENTION, KVCache, Span, StepPlan
+from rollout_service.engines.torch_weights import ModelWeights
 
 # Largest difference of a logit between our attention and the model's own, relative to the largest
 # logit: float32 rounding stays under 1e-5, a missing feature (soft caps, sinks, state) far above.
 PROBE_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChangedElements:
-    """Elements of one tensor: flat positions, int64 [k], and new values, bf16 as uint16 [k]."""
-
-    indices: npt.NDArray[np.int64]
-    values: npt.NDArray[Any]
-
-
-Update = npt.NDArray[Any] | ChangedElements
-
-
 class HeldModel:
-    """A causal LM. Construct, `write` and `forward` in one thread at a time."""
+    """A causal LM. `forward` and `weights.write` share one thread.
+
+    Attributes:
+        weights: What it computes with.
+    """
 
     def __init__(self, directory: Path, context: int | None = None) -> None:
         """Raises `EngineError` when the directory holds no model that this engine can serve."""
@@ -65,11 +54,7 @@ class HeldModel:
         self.vocabulary_size = int(text.vocab_size)
         self.context_length = _context(text, context)
         self.stop_tokens = _stop_tokens(directory, text)
-        self._tensors: dict[str, Tensor] = dict(
-            self._model.named_parameters(remove_duplicate=False)
-        )
-        for tensor in self._tensors.values():
-            tensor.copy_(tensor.to(torch.bfloat16))
+        self.weights = ModelWeights(self._model)
         self._prove(directory)
 
     def new_cache(self, slots: int) -> KVCache:
@@ -98,54 +83,9 @@ class HeldModel:
 
     def logprobs(self, tokens: npt.NDArray[np.int64]) -> Float32Array:
         """float32 [n - 1]: log-probability of each token after the first, at temperature 1."""
-        cache = self.new_cache(slots=0)
-        plan = cache.plan(np.empty(0, np.int64), [Span(0, tokens.size, slice(0, 0))])
-        logits = self.forward(tokens, np.arange(tokens.size), plan)[:-1]
-        chosen = logits.gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
-        result: Float32Array = (chosen - logits.logsumexp(-1)).numpy()
-        return result
-
-    def check(self, updates: Mapping[str, Update]) -> None:
-        """Raises `EngineError` naming the first tensor that cannot be written."""
-        for name, update in updates.items():
-            tensor = self._tensors.get(name)
-            if tensor is None:
-                raise EngineError(
-                    f"weight {name!r}: the model has no such tensor; send Hugging Face names, e.g. "
-                    f"{next(iter(self._tensors))!r}"
-                )
-            sparse = isinstance(update, ChangedElements)
-            values = update.values if isinstance(update, ChangedElements) else update
-            if values.dtype not in (np.uint16, np.float32):
-                raise EngineError(
-                    f"weight {name!r}: dtype {values.dtype}; send bf16 as uint16, or float32"
-                )
-            if isinstance(update, ChangedElements):
-                if update.indices.shape != values.shape or update.indices.ndim != 1:
-                    raise EngineError(
-                        f"weight {name!r}: {update.indices.shape} indices for {values.shape} values"
-                    )
-                if update.indices.size and not (
-                    0 <= int(update.indices.min()) <= int(update.indices.max()) < tensor.numel()
-                ):
-                    raise EngineError(
-                        f"weight {name!r}: an index lies outside its {tensor.numel()} elements"
-                    )
-            if not sparse and values.shape != tuple(tensor.shape):
-                raise EngineError(
-                    f"weight {name!r}: shape {list(values.shape)}, the model's is "
-                    f"{list(tensor.shape)}"
-                )
-
-    def write(self, updates: Mapping[str, Update]) -> None:
-        """Puts checked updates in place."""
-        for name, update in updates.items():
-            tensor = self._tensors[name]
-            if isinstance(update, ChangedElements):
-                indices = torch.from_numpy(np.ascontiguousarray(update.indices))
-                tensor.view(-1)[indices] = _bf16(update.values).to(torch.float32)
-            else:
-                tensor.copy_(_bf16(update))
+        plan = self.new_cache(slots=0).plan(np.empty(0, np.int64), [unkept(0, tokens.size)])
+        logits = self.forward(tokens, np.arange(tokens.size), plan)
+        return chosen_logprobs(logits[:-1], tokens)
 
     def _prove(self, directory: Path) -> None:
         """Compares prefill and decode through our attention with the model's own."""
@@ -171,11 +111,16 @@ class HeldModel:
             )
 
 
-def _bf16(values: npt.NDArray[Any]) -> Tensor:
-    array = np.require(values, requirements=["C", "W"])
-    if array.dtype == np.uint16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array).to(torch.bfloat16)
+def unkept(start: int, stop: int) -> Span:
+    """Packed tokens that are computed, and leave nothing in the cache."""
+    return Span(start, stop, slice(0, 0))
+
+
+def chosen_logprobs(logits: Tensor, tokens: npt.NDArray[np.int64]) -> Float32Array:
+    """float32 [n - 1]: of int64 [n] `tokens` after the first, given the logits [n - 1] before."""
+    chosen = logits.gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
+    result: Float32Array = (chosen - logits.logsumexp(-1)).numpy()
+    return result
 
 
 def _context(config: Any, wanted: int | None) -> int:

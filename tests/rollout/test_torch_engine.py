@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from tiny_models import (
     CONFIGS,
     CONTEXT,
@@ -21,14 +22,21 @@ from tiny_models import (
     save_tiny_model,
     weights_of,
 )
+from transformers import AutoModelForCausalLM
 
 from leeway.config import UpdateMode
 from leeway.errors import EngineError, InfrastructureError
+from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Sampling
 from leeway.versions import VersionSpan, expand
-from rollout_service.engines.base import Engine, GenerateRequest, Generation
+from rollout_service.engines.base import (
+    CanaryError,
+    ChangedElements,
+    Engine,
+    GenerateRequest,
+    Generation,
+)
 from rollout_service.engines.torch_engine import TorchEngine
-from rollout_service.engines.torch_model import ChangedElements
 
 SECONDS = 60.0
 NEVER_STOPS: frozenset[int] = frozenset()
@@ -54,6 +62,11 @@ async def engine_of(
         yield engine
     finally:
         await engine.close()
+
+
+def scores(engine: TorchEngine, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    """What an idle engine's model says of the tokens."""
+    return engine._model.logprobs(tokens.astype(np.int64))
 
 
 def prompt(seed: int, length: int = 9) -> npt.NDArray[np.int32]:
@@ -125,7 +138,7 @@ async def test_log_probabilities_match_plain_transformers(family: str, tmp_path:
 async def test_canary_log_probabilities_match_plain_transformers(llama: Path) -> None:
     tokens = prompt(3, 40)
     async with engine_of(llama) as engine:
-        got = await engine.logprobs(tokens)
+        got = scores(engine, tokens)
     plain = plain_logprobs(llama, tokens)
     np.testing.assert_allclose(got, plain[np.arange(39), tokens[1:]], atol=1e-4)
     assert got.dtype == np.float32
@@ -206,8 +219,9 @@ async def test_requests_that_cannot_be_served_are_refused_before_queueing(llama:
                 engine.generate([request("fine"), request("bad", prompt=ids.astype(np.int32))])
         with pytest.raises(EngineError, match="unique"):
             engine.generate([request("twice"), request("twice")])
+        canary = Canary(prompt(0, 33), np.zeros(32, np.float32), 1.0)
         with pytest.raises(EngineError, match="longer than the context"):
-            await engine.logprobs(prompt(0, 33))
+            await engine.swap({}, 1, UpdateMode.IN_PLACE, canary)
         assert engine.stats().waiting == engine.stats().tokens_prefilled == 0
         fits = await collect(engine.generate([request("fits", prompt=prompt(0, 31))]))
         assert fits["fits"].token_ids.size == 1
@@ -440,12 +454,12 @@ async def test_changed_tensors_and_changed_elements_give_the_new_model(
         for name, values in new.items()
     }
     async with engine_of(other) as engine:
-        expected = await engine.logprobs(tokens)
+        expected = scores(engine, tokens)
     for update in (new, elements, rounded_away):
         async with engine_of(llama) as engine:
             await engine.swap(update, 5, UpdateMode.IN_PLACE)
             assert engine.version == 5
-            np.testing.assert_array_equal(await engine.logprobs(tokens), expected)
+            np.testing.assert_array_equal(scores(engine, tokens), expected)
 
 
 async def test_an_update_that_does_not_fit_changes_nothing(llama: Path, other: Path) -> None:
@@ -457,15 +471,111 @@ async def test_an_update_that_does_not_fit_changes_nothing(llama: Path, other: P
         ("shape", {name: update[name][1:]}),
         ("dtype int64", {name: update[name].astype(np.int64)}),
         ("outside", {name: ChangedElements(np.array([64 * 96]), np.zeros(1, np.uint16))}),
-        ("indices", {name: ChangedElements(np.array([1, 2]), np.zeros(1, np.uint16))}),
+        ("positions", {name: ChangedElements(np.array([1, 2]), np.zeros(1, np.uint16))}),
     ]
     async with engine_of(llama) as engine:
-        before = await engine.logprobs(tokens)
+        before = scores(engine, tokens)
         for message, fault in faults:
             with pytest.raises(EngineError, match=message):
                 await engine.swap(update | fault, 1, UpdateMode.IN_PLACE)
         assert engine.version == 0
-        np.testing.assert_array_equal(await engine.logprobs(tokens), before)
+        np.testing.assert_array_equal(scores(engine, tokens), before)
+
+
+# The canary.
+
+
+def canary_of(directory: Path, tolerance: float = 1e-4) -> Canary:
+    tokens = prompt(7, 12)
+    plain = plain_logprobs(directory, tokens)[np.arange(11), tokens[1:]]
+    return Canary(tokens, plain, tolerance)
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+async def test_a_canary_that_agrees_changes_nothing(llama: Path, mode: UpdateMode) -> None:
+    requests = [replace(r, sampling=Sampling(max_new_tokens=60)) for r in mixed_requests()]
+    async with engine_of(llama, concurrency=4) as engine:
+        plain = await collect(engine.generate(requests))
+        running = asyncio.create_task(collect(engine.generate(requests)))
+        for version in range(1, 4):
+            await engine.swap({}, version, mode, canary_of(llama))
+        assert tokens_of(await running) == tokens_of(plain)
+        assert engine.stats().pauses == 3
+        await engine.swap({}, 4, mode, canary_of(llama))
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+@pytest.mark.parametrize("idle", [True, False])
+async def test_nothing_sampled_under_wrong_weights_leaves_the_engine(
+    llama: Path, other: Path, mode: UpdateMode, idle: bool
+) -> None:
+    """One tensor does not arrive: of all that runs, only what had ended before is yielded."""
+    update = weights_of(other)
+    del update["model.layers.1.mlp.up_proj.weight"]
+    requests = [
+        request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=8 + 8 * i))
+        for i in range(6)
+    ]
+    ended: list[Generation] = []
+    async with engine_of(llama, concurrency=4, stop_tokens=NEVER_STOPS) as engine:
+
+        async def generate() -> None:
+            async for generation in engine.generate(requests):
+                ended.append(generation)  # noqa: PERF401 - what was yielded before it fails
+
+        running = asyncio.create_task(generate())
+        await until(lambda: len(ended) > (5 if idle else 0))
+        with pytest.raises(CanaryError, match="version 1"):
+            await engine.swap(update, 1, mode, canary_of(other))
+        if not idle:
+            with pytest.raises(CanaryError):
+                await running
+        with pytest.raises(CanaryError):
+            engine.generate(requests)
+    assert {version for g in ended for version, _ in g.versions} == {0}
+
+
+# Adapters.
+
+
+async def test_adapters_are_applied_as_peft_applies_them(llama: Path) -> None:
+    """Against plain transformers with the product added to the layer in float32."""
+    random = np.random.default_rng(0)
+    name, rank = "model.layers.1.self_attn.q_proj", 3
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    layer = model.get_submodule(name)
+    original = layer.weight.detach().clone()
+    tokens = prompt(4, 30)
+
+    def factors(scale: float) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        a = random.normal(0, scale, (rank, layer.in_features)).astype(np.float32)
+        return a, random.normal(0, scale, (layer.out_features, rank)).astype(np.float32)
+
+    def expected(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> Canary:
+        with torch.inference_mode():
+            layer.weight.data = original + torch.from_numpy(b @ a)
+            logits = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+        plain = logits.log_softmax(-1).numpy()
+        return Canary(tokens, plain[np.arange(29), tokens[1:]], 1e-4)
+
+    async with engine_of(llama) as engine:
+        first, second = factors(0.5), factors(0.5)
+        names = [f"base_model.model.{name}.lora_{factor}.weight" for factor in "AB"]
+        for version, pair in enumerate((first, second), 1):
+            update = dict(zip(names, pair, strict=True))
+            await engine.swap(update, version, UpdateMode.IN_PLACE, expected(*pair))
+        # Only some elements of one factor.
+        b = second[1].copy()
+        b.flat[[2, 5]] = 1.0
+        elements = ChangedElements(np.array([2, 5]), np.ones(2, np.float32))
+        await engine.swap({names[1]: elements}, 3, UpdateMode.IN_PLACE, expected(second[0], b))
+        for message, fault in {
+            "no linear layer": {"model.norm.lora_A.weight": first[0]},
+            "of one rank": {names[0]: first[0][:2]},
+            "shape": {names[0]: first[0][:, 1:]},
+        }.items():
+            with pytest.raises(EngineError, match=message):
+                await engine.swap(fault, 4, UpdateMode.IN_PLACE)
 
 
 # Abort and resume.
@@ -552,7 +662,6 @@ async def test_a_failure_in_the_engine_reaches_everyone_who_waits(
         for call in (
             engine.abort(["r0"]),
             engine.swap({}, 1, UpdateMode.IN_PLACE),
-            engine.logprobs(prompt(0)),
         ):
             with pytest.raises(InfrastructureError, match="no memory left"):
                 await call
@@ -566,7 +675,7 @@ async def test_a_failure_while_swapping_reaches_the_swap(
         def broken(*_: Any) -> None:
             raise RuntimeError("disk on fire")
 
-        monkeypatch.setattr(engine._model, "write", broken)
+        monkeypatch.setattr(engine._model.weights, "write", broken)
         async with asyncio.timeout(SECONDS):
             with pytest.raises(InfrastructureError, match="disk on fire"):
                 await engine.swap({}, 1, UpdateMode.DRAIN)

@@ -8,11 +8,12 @@ import signal
 
 import numpy as np
 import pytest
-from support import DEADLINE, OPEN, MemoryEngine, Trainer, node, publish, publisher, same
+from support import DEADLINE, Trainer, publish, publisher, same
 
+from benchmarks.fleet import OPEN, MemoryEngine, node
 from leeway.deltas import Tensor
 from leeway.errors import LeewayError
-from rollout_service.receiver import CanaryError
+from rollout_service.engines.base import CanaryError
 from trainer_service.weight_broadcast import WeightPublisher
 from trainer_service.weight_broadcast.listing import list_nodes
 
@@ -24,7 +25,7 @@ async def test_a_node_that_loaded_the_same_weights_fetches_nothing() -> None:
         publish(broadcast, 0, trainer)
         async with node(broadcast.address, engine, trainer.weights()) as receiver:
             await receiver.wait_for(0, DEADLINE)
-    assert engine.swaps == [(0, [])]
+    assert engine.swaps == [(0, [], 0)]
 
 
 async def test_every_version_arrives_bit_for_bit() -> None:
@@ -36,11 +37,11 @@ async def test_every_version_arrives_bit_for_bit() -> None:
                 publish(broadcast, version, trainer)
                 await receiver.wait_for(version, DEADLINE)
                 assert same(engine.weights, trainer.weights())
-                trainer.step()
-    assert [version for version, _ in engine.swaps] == list(range(30))
-    assert all("head.bias" not in names for _, names in engine.swaps), (
-        "only what changed is swapped"
-    )
+                trainer.step(3e-6 if version % 3 else 1e-3)
+    assert [version for version, _, _ in engine.swaps] == list(range(30))
+    changed = [set(names) for _, names, _ in engine.swaps]
+    assert not any("head.bias" in names for names in changed), "only what changed is swapped"
+    assert {sparse > 0 for *_, sparse in engine.swaps} == {True, False}, "whole or by elements"
 
 
 async def test_a_node_that_joins_late_or_lags_skips_versions() -> None:
@@ -60,7 +61,7 @@ async def test_a_node_that_joins_late_or_lags_skips_versions() -> None:
             await behind.wait_for(6, DEADLINE)
     assert same(late.weights, trainer.weights())
     assert same(lagging.weights, trainer.weights())
-    assert [version for version, _ in lagging.swaps] == [6], "composed to one delta"
+    assert [version for version, _, _ in lagging.swaps] == [6], "composed to one delta"
 
 
 async def test_full_weights_come_when_the_base_is_unknown() -> None:
@@ -86,7 +87,7 @@ async def test_a_killed_broadcaster_is_started_again_and_nodes_go_on() -> None:
             publish(broadcast, 4, trainer)
             await receiver.wait_for(4, DEADLINE)
             assert same(engine.weights, trainer.weights())
-    assert all("head.bias" not in names for _, names in engine.swaps), "by deltas, not in full"
+    assert all("head.bias" not in names for _, names, _ in engine.swaps), "by deltas, not in full"
 
 
 async def test_a_new_incarnation_takes_over() -> None:
@@ -127,6 +128,9 @@ async def test_an_engine_that_deviates_from_the_canary_stops_the_node() -> None:
             with pytest.raises(CanaryError, match="version 1"):
                 await receiver.wait_for(1, DEADLINE)
             assert receiver.version == 0
+            _, (row,) = await list_nodes(broadcast.address, OPEN)
+            assert (row.version, row.state) == (1, "failed")
+            assert "canary" in row.message
 
 
 async def test_snapshots_that_come_faster_than_they_are_encoded_are_skipped() -> None:

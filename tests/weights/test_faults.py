@@ -9,28 +9,25 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from support import DEADLINE, OPEN, MemoryEngine, Trainer, node, publish, publisher, same
+from support import DEADLINE, Trainer, publish, publisher, same
 
+from benchmarks.fleet import OPEN, Gate, MemoryEngine, node, serving
 from leeway import rpc
 from leeway.deltas import Tensor
+from leeway.manifests import Canary
 from leeway.v1 import weights_pb2 as pb
-from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service import fetching, receiver
 
 FAULTS = 1000
 
 
-class FaultyRelay(pb_grpc.WeightBroadcastServicer):
-    """Passes everything on; does something bad to every other call."""
+class FaultyGate(Gate):
+    """Does something bad to every other call."""
 
-    def __init__(self, address: str, seed: int) -> None:
-        self._channel = rpc.connect(address, OPEN)
-        self._stub: Any = pb_grpc.WeightBroadcastStub(self._channel)
+    def __init__(self, channel: grpc.aio.Channel, seed: int) -> None:
+        super().__init__(channel)
         self._random = random.Random(seed)
         self.faults: dict[str, int] = {}
-
-    async def close(self) -> None:
-        await self._channel.close()
 
     def _fault(self, *kinds: str) -> str:
         if self._random.random() < 0.5:
@@ -124,8 +121,10 @@ class JudgingEngine(MemoryEngine):
         super().__init__(weights)
         self.truth: dict[int, dict[str, Tensor]] = {}
 
-    async def swap(self, tensors: Any, version: int, mode: Any) -> float:
-        seconds = await super().swap(tensors, version, mode)
+    async def swap(
+        self, updates: Any, version: int, mode: Any, canary: Canary | None = None
+    ) -> float:
+        seconds = await super().swap(updates, version, mode, canary)
         assert same(self.weights, self.truth[version])
         return seconds
 
@@ -137,24 +136,18 @@ async def test_a_thousand_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
     engine = JudgingEngine(trainer.weights())
     with publisher(chunk_bytes=200) as broadcast:
-        relay = FaultyRelay(broadcast.address, seed=3)
-
-        async def add(server: rpc.Server) -> None:
-            await server.add(
-                pb_grpc.add_WeightBroadcastServicer_to_server, relay, "leeway.v1.WeightBroadcast"
-            )
-
-        async with (
-            rpc.serve("127.0.0.1:0", OPEN, add) as server,
-            node(server.address, engine, trainer.weights()) as follower,
-        ):
-            version = 0
-            while sum(relay.faults.values()) < FAULTS:
-                engine.truth[version] = trainer.weights()
-                publish(broadcast, version, trainer)
-                await follower.wait_for(version, DEADLINE)
-                assert same(engine.weights, trainer.weights())
-                trainer.step()
-                version += 1
-        await relay.close()
-    assert len(relay.faults) == 14 and min(relay.faults.values()) > 5, relay.faults
+        async with rpc.connect(broadcast.address, OPEN) as channel:
+            gate = FaultyGate(channel, seed=3)
+            async with (
+                serving(gate) as address,
+                node(address, engine, trainer.weights()) as follower,
+            ):
+                version = 0
+                while sum(gate.faults.values()) < FAULTS:
+                    engine.truth[version] = trainer.weights()
+                    publish(broadcast, version, trainer)
+                    await follower.wait_for(version, DEADLINE)
+                    assert same(engine.weights, trainer.weights())
+                    trainer.step()
+                    version += 1
+    assert len(gate.faults) == 14 and min(gate.faults.values()) > 5, gate.faults

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from support import DEADLINE, bf16, node, publisher
+from support import DEADLINE, bf16, publisher
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.fleet import node
 from leeway.deltas import Tensor
 from rollout_service.engines.torch_engine import TorchEngine
 from trainer_service.weight_broadcast import Canary
