@@ -1,8 +1,9 @@
 """Where a node's weights come from: its parent in the relay tree, or the publisher.
 
 A transfer that breaks goes on where it broke, from whomever: a parent that does not answer is
-replaced at once, by the publisher's word; one that has not got what is asked for is passed over
-this time. The publisher itself is tried again until the deadline.
+replaced at once, by the publisher's word; one that has not got a delta from what is held is passed
+over this time. Where the publisher has none either, full weights come from the parent. The
+publisher itself is tried again until the deadline.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Fetcher:
                     deadline_seconds=PUBLISHER_SECONDS,
                 )
                 parent = response.parent
-        return await self._from_publisher(target, base_digest)
+        return await self._from_publisher(target, base_digest, parent)
 
     async def _from_parent(
         self, parent: str, target: pb.SubscribeResponse, base_digest: str
@@ -113,13 +114,20 @@ class Fetcher:
             raise rpc.translate(error, f"fetch from {parent}") from error
         return parcel
 
-    async def _from_publisher(self, target: pb.SubscribeResponse, base_digest: str) -> Parcel:
+    async def _from_publisher(
+        self, target: pb.SubscribeResponse, base_digest: str, parent: str
+    ) -> Parcel:
         sealed = await rpc.call(
             self._publisher.GetManifest,
             self._manifest_request(target, base_digest),
             what=f"manifest of version {target.version}",
             deadline_seconds=PUBLISHER_SECONDS,
         )
+        if base_digest and parent and self._connect is not None and unseal(sealed).full:
+            try:
+                return await self._from_parent(parent, target, "")
+            except (WireError, InfrastructureError) as error:
+                log.info("a relay has no full weights either", relay=parent, cause=str(error))
         parcel = self._parcel(sealed, target, base_digest)
         what = f"version {parcel.manifest.version} from the publisher"
         end, pause = time.monotonic() + PUBLISHER_SECONDS, FIRST_PAUSE

@@ -19,6 +19,7 @@ from rollout_service.engines.torch_engine import TorchEngine
 from rollout_service.node import RolloutNode
 from rollout_service.prompts import Renderer
 from rollout_service.receiver import PolicyReceiver
+from rollout_service.relay import relaying
 from rollout_service.rewards import RewardPool
 from trajectory_queue.client import RolloutQueue
 
@@ -52,22 +53,25 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
         engine.context_length,
         config.sampling.max_new_tokens,
     )
-    queue_channel = rpc.connect(
-        config.queue.address, config.security, config.queue.max_message_bytes
-    )
-    weights_channel = rpc.connect(config.weights.address, config.security)
     spans = Spans(config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None)
-    receiver = PolicyReceiver(
-        weights_channel,
-        engine,
-        node_id=node_id,
-        run_id=config.run.name,
-        mode=config.rollout.update_mode,
-        config=config.weights,
-        initial=await asyncio.to_thread(_tensors, model),
-    )
+    queue_address, largest = config.queue.address, config.queue.max_message_bytes
     try:
-        async with RewardPool.of(config.task) as rewards:
+        async with (
+            rpc.connect(queue_address, config.security, largest) as queue_channel,
+            rpc.connect(config.weights.address, config.security) as weights_channel,
+            relaying(config.weights, config.security) as relay,
+            RewardPool.of(config.task) as rewards,
+        ):
+            receiver = PolicyReceiver(
+                weights_channel,
+                engine,
+                node_id=node_id,
+                run_id=config.run.name,
+                mode=config.rollout.update_mode,
+                config=config.weights,
+                initial=await asyncio.to_thread(_tensors, model),
+                relay=relay,
+            )
             node = RolloutNode(
                 config,
                 node_id,
@@ -81,6 +85,4 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
             await node.run(stop)
     finally:
         spans.close()
-        await queue_channel.close()
-        await weights_channel.close()
         await engine.close()
