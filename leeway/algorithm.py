@@ -60,6 +60,11 @@ class AdvantageConfig(Section):
     reward_coefficient: NonNegativeFloat = 1.0
     """0: learn from the reference model alone (on-policy distillation, with kl.place=advantage)."""
 
+    @property
+    def relative_to_group(self) -> bool:
+        """Whether the answers to a prompt are compared with each other."""
+        return self.baseline is not Baseline.NONE
+
     @model_validator(mode="after")
     def _spread_needs_a_centre(self) -> AdvantageConfig:
         if self.baseline is Baseline.NONE and self.normalise is Normalise.GROUP:

@@ -154,6 +154,9 @@ class QueueConfig(Section):
     filter_longer_than: PositiveInt | None = None
     """End groups in which a response has more tokens than this; by default none."""
     group_release: Literal["complete", "streaming"] = "complete"
+    """`streaming`: trajectories are queued and trained as they complete, each a group of its own,
+    so that none waits for the slowest answer to its prompt; for advantages that do not compare
+    the answers to a prompt (trainer.algorithm.advantage.baseline=none)."""
     min_group: PositiveInt | None = None
     """Fewest trajectories a group may be trained with after failures; by default all."""
 
@@ -225,6 +228,11 @@ class TrainerConfig(Section):
                 f"algorithm.policy.loss = {loss} with minibatches = 1 and algorithm.proximal = "
                 "recomputed: pi_theta / pi_prox is 1 at every token, so that the loss would be "
                 "policy.loss=reinforce; use algorithm.proximal=behaviour or minibatches=2"
+            )
+        if self.algorithm.needs_reference and self.backend == "megatron":
+            raise ValueError(
+                "algorithm.kl.coefficient with backend = megatron: it holds no reference model; "
+                "use backend=torch"
             )
         if self.reference is not None and not self.algorithm.needs_reference:
             raise ValueError(
@@ -334,7 +342,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.sampling.group_size < 2:
+        if self.trainer.algorithm.advantage.relative_to_group and self.queued_group_size < 2:
+            if self.queue.group_release == "streaming":
+                raise ValueError(
+                    "queue.group_release = streaming: trainer.algorithm.advantage.baseline = "
+                    f"{self.trainer.algorithm.advantage.baseline} compares the answers to a "
+                    "prompt, which must come together; use baseline=none with normalise=batch, or "
+                    "group_release=complete"
+                )
             raise ValueError(
                 "sampling.group_size = 1: advantages are relative to the group, so that the reward "
                 "would vanish; sample each prompt at least twice"
@@ -345,13 +360,23 @@ class Config(Section):
                 f"trainer.batch_groups = {self.trainer.batch_groups}"
             )
         if self.queue.min_group is not None and not (
-            2 <= self.queue.min_group <= self.sampling.group_size
+            2 <= self.queue.min_group <= self.queued_group_size
         ):
             raise ValueError(
                 f"queue.min_group = {self.queue.min_group}: use 2 to sampling.group_size = "
-                f"{self.sampling.group_size}"
+                f"{self.sampling.group_size}, and group_release=complete"
             )
         return self
+
+    @property
+    def queued_group_size(self) -> int:
+        """Trajectories of a group in the queue: with streaming release each is one of its own."""
+        return 1 if self.queue.group_release == "streaming" else self.sampling.group_size
+
+    @property
+    def queued_batch_groups(self) -> int:
+        """Groups of the queue that make a batch; the same number of trajectories either way."""
+        return self.trainer.batch_groups * (self.sampling.group_size // self.queued_group_size)
 
     def to_yaml(self, secret: str | None = "(secret)") -> str:
         """The resolved configuration.

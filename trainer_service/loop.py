@@ -18,7 +18,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 import structlog
@@ -30,11 +30,12 @@ from leeway.telemetry import Spans
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
 from trainer_service.algorithms.objective import Objective
-from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.base import Backend
 from trainer_service.batching import StepPlan
+from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.record import Record, StepTimes
+from trainer_service.steps import plan_batch
 from trainer_service.weight_broadcast.publisher import WeightPublisher
 from trajectory_queue.client import Batch, TrainerQueue
 
@@ -84,6 +85,7 @@ class Trainer:
         sampler: Sampler,
         queue: TrainerQueue,
         start_publisher: Callable[[int], WeightPublisher],
+        canary: CanaryText,
         checkpoints: Checkpoints,
         record: Record,
         spans: Spans,
@@ -94,6 +96,7 @@ class Trainer:
         self._sampler = sampler
         self._queue = queue
         self._start_publisher = start_publisher
+        self._canary = canary
         self._checkpoints = checkpoints
         self._record = record
         self._spans = spans
@@ -152,19 +155,14 @@ class Trainer:
     def _learn(self, groups: Sequence[Group]) -> Learned:
         """The optimizer steps of one batch: one for each of `trainer.minibatches`."""
         trainer = self._config.trainer
-        size = max(1, len(groups) // trainer.minibatches)
-        plans = [
-            plan_step(
-                groups[start : start + size],
-                trainer.algorithm,
-                microbatch_tokens=trainer.microbatch_tokens,
-                longest_answer=self._config.sampling.max_new_tokens,
-            )
-            for start in range(0, len(groups), size)
-        ]
-        if len(plans) > 1:
-            plans = [self._with_proximal(plan) for plan in plans]
-        objectives = [Objective(trainer.algorithm, self._position.version) for _ in plans]
+        plans = plan_batch(
+            groups,
+            trainer,
+            self._backend,
+            longest_answer=self._config.sampling.max_new_tokens,
+        )
+        version = self._position.version
+        objectives = [Objective(trainer.algorithm, version, plan) for plan in plans]
         for index, (plan, objective) in enumerate(zip(plans, objectives, strict=True)):
             self._backend.accumulate(plan.microbatches, objective)
             if index == 0:
@@ -173,14 +171,6 @@ class Trainer:
                 self._changed = True
                 result = self._backend.apply()
         return Learned(plans, objectives, result.grad_norm, result.lr)
-
-    def _with_proximal(self, plan: StepPlan) -> StepPlan:
-        """Keeps the log-probabilities of the policy at the start of the batch."""
-        logprobs = self._backend.logprobs(plan.microbatches)
-        scored = zip(plan.microbatches, logprobs, strict=True)
-        return replace(
-            plan, microbatches=tuple(replace(batch, proximal=own) for batch, own in scored)
-        )
 
     def _check_engine(self, objective: Objective) -> None:
         """Once a life: on tokens of the trainer's own version both sides hold the same numbers.
@@ -211,7 +201,7 @@ class Trainer:
         batch = await self._unless_stopped(
             self._queue.lease_batch(
                 version=self._position.version,
-                groups=len(task_ids) or trainer.batch_groups,
+                groups=len(task_ids) or self._config.queued_batch_groups,
                 purpose=purpose,
                 task_ids=task_ids,
                 deadline_seconds=trainer.batch_seconds,
@@ -234,10 +224,9 @@ class Trainer:
 
     async def _feed(self) -> None:
         """Keeps tasks waiting in the queue, so that nodes never wait for the sampler."""
-        batch_groups = self._config.trainer.batch_groups
         while True:
             status = await self._queue.status()
-            wanted = _WAITING_CAPACITIES * capacity(status.budget, batch_groups)
+            wanted = _WAITING_CAPACITIES * capacity(status.budget, status.batch_groups)
             missing = wanted - status.groups["waiting"]
             if missing > 0:
                 await self._queue.enqueue(self._sampler.take(missing))
@@ -271,9 +260,14 @@ class Trainer:
         return self._publisher
 
     async def _publish(self) -> None:
-        """Hands the weights over to the broadcasting process."""
+        """Hands the weights and their canary over to the broadcasting process."""
         version = self._position.version
-        await self._compute(lambda: self._publisher.publish(version, self._backend.weights()))
+
+        def hand_over() -> None:
+            canary = self._canary.score(self._backend)
+            self._publisher.publish(version, self._backend.weights(), canary)
+
+        await self._compute(hand_over)
 
     async def _checkpoint(self) -> None:
         version = self._position.version

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+
+from transformers import AutoConfig
 
 from leeway import models, rpc
 from leeway.config import Config
 from leeway.tasks import Sampler, open_source
 from leeway.telemetry import Spans
 from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
@@ -27,7 +31,12 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
     run.mkdir(parents=True, exist_ok=True)
     model = await asyncio.to_thread(models.resolve, config.model.path)
     sampler = Sampler(await asyncio.to_thread(open_source, config), config)
-    backend = await asyncio.to_thread(TorchBackend, model, config.trainer)
+    reference = None
+    if config.trainer.algorithm.needs_reference:
+        reference = await asyncio.to_thread(
+            models.resolve, config.trainer.reference or config.model.path
+        )
+    backend = await asyncio.to_thread(TorchBackend, model, config.trainer, reference=reference)
     checkpoints = Checkpoints(
         run / "checkpoints",
         run_id=config.run.name,
@@ -47,8 +56,9 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
         config,
         backend,
         sampler,
-        TrainerQueue(channel, "trainer"),
+        TrainerQueue(channel, "trainer", await asyncio.to_thread(_vocabulary, model)),
         start_publisher,
+        await asyncio.to_thread(CanaryText, model, config.weights),
         checkpoints,
         record,
         spans,
@@ -62,3 +72,8 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
         record.close()
         spans.close()
         await channel.close()
+
+
+def _vocabulary(model: Path) -> int:
+    """How many token ids a model directory's model knows."""
+    return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)

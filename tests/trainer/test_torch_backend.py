@@ -290,3 +290,19 @@ def test_masters_begin_spread_over_their_rounding_cells() -> None:
     assert 0.09 < float(moved.float().mean()) < 0.11
     assert torch.equal(dithered("b", masters), masters), "what is spread already stays"
     assert not torch.equal(dithered("b", values), masters), "each tensor's places are its own"
+
+
+def test_the_reference_stays_as_it_was_loaded(tmp_path: Path) -> None:
+    directory = tiny_model("llama-tied", tmp_path)
+    backend = TorchBackend(directory, CONFIG, reference=directory)
+    batches = batches_of(random_groups(3), 40)
+    before = backend.logprobs(batches)
+    for _ in range(3):
+        backend.step(batches, weighted)
+    for old, new, frozen in zip(
+        before, backend.logprobs(batches), backend.logprobs(batches, reference=True), strict=True
+    ):
+        np.testing.assert_array_equal(old, frozen)
+        assert np.abs(new - frozen).max() > 1e-3
+    with pytest.raises(ConfigError, match="without a reference"):
+        TorchBackend(directory, CONFIG).logprobs(batches, reference=True)

@@ -29,12 +29,12 @@ class Loss(Protocol):
     """A loss over one micro-batch's trained tokens."""
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """A scalar, differentiable in `logprobs`; the micro-batches' losses add up to the step's.
+        """A scalar, differentiable in its arguments; micro-batches' losses add up to the step's.
 
         Args:
             logprobs: float32 [n], of the trained tokens at their sampling temperature, with
                 gradient.
-            entropy: float32 [n], of the distributions they were drawn from, in nats, no gradient.
+            entropy: float32 [n], of the distributions they were drawn from, in nats, with gradient.
         """
         ...
 
@@ -71,9 +71,11 @@ class Backend(Protocol):
         """Longest prompt and answer in tokens that the model's positions allow."""
         ...
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[npt.NDArray[np.float32]]:
-        """For each float32 [n]: log-probabilities of the trained tokens under the current
-        weights."""
+    def logprobs(
+        self, batches: Sequence[PackedBatch], *, reference: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        """For each float32 [n]: log-probabilities of the trained tokens under the current weights,
+        or under those of the frozen reference that the backend was given."""
         ...
 
     def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:

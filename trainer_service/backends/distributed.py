@@ -32,6 +32,7 @@ WRITE_SECONDS = 3600.0
 
 class Command(IntEnum):
     LOGPROBS = auto()
+    REFERENCE = auto()
     ACCUMULATE = auto()
     APPLY = auto()
     WEIGHTS = auto()
@@ -44,7 +45,7 @@ class RankBackend(Backend, Protocol):
     """A backend on one of several ranks. A follower has inputs only, and no loss."""
 
     def logprobs(
-        self, batches: Sequence[PackedBatch | Inputs]
+        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]: ...
 
     def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None: ...
@@ -66,10 +67,13 @@ class Leader(Backend):
     def data_ranks(self) -> int:
         return self._own.data_ranks
 
-    def logprobs(self, batches: Sequence[PackedBatch]) -> list[npt.NDArray[np.float32]]:
+    def logprobs(
+        self, batches: Sequence[PackedBatch], *, reference: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
         with self._lock:
-            self._send(Command.LOGPROBS, encode([Inputs.of(batch) for batch in batches]))
-            return self._own.logprobs(batches)
+            command = Command.REFERENCE if reference else Command.LOGPROBS
+            self._send(command, encode([Inputs.of(batch) for batch in batches]))
+            return self._own.logprobs(batches, reference=reference)
 
     def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
         with self._lock:
@@ -127,6 +131,8 @@ def follow(own: RankBackend, world: World) -> None:
             match Command(int(head[0])):
                 case Command.LOGPROBS:
                     own.logprobs(decode(message))
+                case Command.REFERENCE:
+                    own.logprobs(decode(message), reference=True)
                 case Command.ACCUMULATE:
                     own.accumulate(decode(message), None)
                 case Command.APPLY:

@@ -54,7 +54,7 @@ class _TokenScores(torch.autograd.Function):
             ours = (targets >= 0) & (targets < vocabulary)
             targets = targets.where(ours, 0)
         logprobs = exps[predictions, targets] * scales[predictions, 0] * ours
-        chunk = max(1, CHUNK_ELEMENTS // vocabulary)
+        chunk = _chunk_rows(vocabulary)
         for start in range(0, rows, chunk):
             part = slice(start, start + chunk)
             logits = exps[part]
@@ -76,20 +76,37 @@ class _TokenScores(torch.autograd.Function):
             sums = of_all / lower
         else:
             of_all = sums
-        entropy = (of_all.log() - expected / of_all)[predictions, 0]
+        entropy = of_all.log() - expected / of_all
         logprobs -= (maxima + of_all.log())[predictions, 0]
-        ctx.save_for_backward(hidden, scales, predictions, targets, ours, exps, sums)
+        ctx.save_for_backward(hidden, scales, predictions, targets, ours, exps, sums, entropy)
         ctx.head = head
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        # A loss without an entropy bonus pays nothing for its gradient.
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy[predictions, 0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, scales, predictions, targets, ours, exps, sums = ctx.saved_tensors
-        grad = grad * scales[predictions, 0]
-        of_rows = grad.new_zeros(exps.shape[0]).index_add_(0, predictions, grad)
+    def backward(
+        ctx: Any, grad: Tensor | None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, scales, predictions, targets, ours, exps, sums, entropy = ctx.saved_tensors
+
+        def of_rows(of_tokens: Tensor) -> Tensor:
+            return sums.new_zeros(sums.shape[0]).index_add_(0, predictions, of_tokens).unsqueeze(1)
+
+        scale = scales[predictions, 0]
+        grad = scale.new_zeros(scale.shape) if grad is None else grad * scale
         # In place: the graph is walked once.
-        exps.mul_(-of_rows.unsqueeze(1) / sums)
+        slopes = -of_rows(grad) / sums
+        if of_entropy is None or not of_entropy.any():
+            exps.mul_(slopes)
+        else:
+            # d entropy / d logit = -p (log p + entropy), with p = exps / sums
+            of_entropies = of_rows(of_entropy * scale) / sums
+            chunk = _chunk_rows(exps.shape[1])
+            for start in range(0, exps.shape[0], chunk):
+                part = slice(start, start + chunk)
+                logs = (exps[part] / sums[part]).clamp(min=torch.finfo(exps.dtype).tiny).log()
+                exps[part] *= slopes[part] - of_entropies[part] * (logs + entropy[part])
         exps.index_put_((predictions, targets), grad * ours, accumulate=True)
         exps = exps.to(hidden.dtype)
         if ctx.head.requires_grad:
@@ -111,9 +128,9 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(hidden @ head.T / temperature) at the targets, and its entropy in nats.
 
-    Differentiable once, in `hidden` and `head`. The head's gradient is added to `head.main_grad`
-    (Megatron's) or `head.grad` in place: it is the largest one, and passing it through the graph
-    would copy it.
+    Both are differentiable once, in `hidden` and `head`. The head's gradient is added to
+    `head.main_grad` (Megatron's) or `head.grad` in place: it is the largest one, and passing it
+    through the graph would copy it.
 
     Args:
         hidden: float [r, d].
@@ -125,8 +142,12 @@ def token_scores(
             in `hidden` is then of this rank's part; they add up to the whole.
 
     Returns:
-        float32 [n] log-probabilities with gradient, float32 [n] entropies without.
+        float32 [n] log-probabilities, float32 [n] entropies.
     """
     apply: Any = _TokenScores.apply
     logprobs, entropy = apply(hidden, head, temperatures, predictions, targets, group)
     return logprobs, entropy
+
+
+def _chunk_rows(vocabulary: int) -> int:
+    return max(1, CHUNK_ELEMENTS // vocabulary)

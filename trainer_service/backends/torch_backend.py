@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from leeway.config import TrainerConfig
+from leeway.errors import ConfigError
 from trainer_service.backends import files, lora
 from trainer_service.backends.base import Loss, StepResult
 from trainer_service.backends.distributed import RankBackend, SharedWrite, rounds
@@ -43,12 +44,14 @@ class TorchBackend(RankBackend):
         *,
         precision: Literal["bf16", "fp32"] = "bf16",
         world: World | None = None,
+        reference: Path | None = None,
     ) -> None:
         """Loads a Hugging Face model directory.
 
         Args:
             precision: Of the weights that are computed with and published.
             world: The ranks over which the model is cut; all construct it together.
+            reference: Model directory of the frozen reference; without one `logprobs` has none.
 
         Raises:
             ConfigError: The model does something that packing or the scores cannot follow.
@@ -64,10 +67,13 @@ class TorchBackend(RankBackend):
             device = torch.device("cuda" if on_gpu else "cpu")
             self._scores = TorchModel(model_directory, config, device)
             masters = self._masters()
+            self._reference = self._frozen(reference, device)
             if device.type == "cpu":
                 _make_sparse(self._scores.model)
             else:
                 self._scores.to(compute)
+                if self._reference is not None:
+                    self._reference.to(compute)
         else:
             everyone = dist.group.WORLD
             assert everyone is not None
@@ -75,13 +81,10 @@ class TorchBackend(RankBackend):
             with world.in_turn():
                 self._scores = TorchModel(model_directory, config, world.device)
                 masters = self._masters()
-                self._shards = Shards(
-                    self._scores.model,
-                    self._scores.layers(),
-                    world.device,
-                    compute,
-                    offload=config.cpu_offload and on_gpu,
-                )
+                self._reference = self._frozen(reference, world.device)
+                self._shards = self._cut(self._scores, world, compute)
+                if self._reference is not None:
+                    self._cut(self._reference, world, compute)
                 masters = {name: self._part(m).clone() for name, m in masters.items()}
         self._optimizer = MasterAdamW(
             {name: local(parameter).detach() for name, parameter in self._trained()},
@@ -101,14 +104,19 @@ class TorchBackend(RankBackend):
         return 1 if self._world is None else self._world.size
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[PackedBatch | Inputs]) -> list[npt.NDArray[np.float32]]:
+    def logprobs(
+        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        scores = self._reference if reference else self._scores
+        if scores is None:
+            raise ConfigError("this backend was started without a reference model; give it one")
         found: list[Tensor] = []
         for batch, sizes, _ in self._rounds(batches):
-            logprobs, _ = self._scores(batch)
+            logprobs, _ = scores(batch)
             if self._exchange is None:
                 found.append(logprobs)
             else:
-                found += (scores[0] for scores in self._exchange.gather(sizes, logprobs[None]))
+                found += (own[0] for own in self._exchange.gather(sizes, logprobs[None]))
         return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
 
     def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
@@ -198,6 +206,23 @@ class TorchBackend(RankBackend):
             name: dithered(name, p) if rounded else p.detach().clone()
             for name, p in self._trained()
         }
+
+    @torch.no_grad()
+    def _frozen(self, directory: Path | None, device: torch.device) -> TorchModel | None:
+        """A model to score with, in the values that a policy of this precision has."""
+        if directory is None:
+            return None
+        plain = self._config.model_copy(update={"lora_rank": 0, "activation_checkpointing": False})
+        scores = TorchModel(directory, plain, device)
+        for parameter in scores.parameters():
+            parameter.requires_grad = False
+            if self._precision == "bf16":
+                parameter.copy_(parameter.bfloat16())
+        return scores
+
+    def _cut(self, scores: TorchModel, world: World, compute: torch.dtype) -> Shards:
+        offload = self._config.cpu_offload and torch.cuda.is_available()
+        return Shards(scores.model, scores.layers(), world.device, compute, offload=offload)
 
     def _part(self, whole: Tensor) -> Tensor:
         return whole if self._shards is None or not whole.ndim else self._shards.part(whole)
