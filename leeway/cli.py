@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -191,6 +192,38 @@ def queue_dead(
             typer.echo(f"  {reason}")
     if requeue:
         typer.echo(f"requeued: {_operate(path, overrides, lambda queue: queue.requeue())}")
+
+
+@queue_app.command("inspect")
+def queue_inspect(
+    identifier: Annotated[str, typer.Argument(help="Of a task or a trajectory.")],
+    path: ConfigArgument,
+    overrides: Overrides = None,
+) -> None:
+    """Show where a task or a trajectory is, and what the queue holds of it."""
+    from leeway.trajectory import Trajectory
+
+    found = _operate(path, overrides, lambda queue: queue.inspect(identifier))
+    typer.echo(f"task {found.task_id}: {found.state}, attempts: {found.attempts}")
+    for reason in found.reasons:
+        typer.echo(f"  {reason}")
+    for message in found.group.trajectories:
+        trajectory = Trajectory.from_wire(message)
+        versions = ", ".join(f"{span.length} of {span.version}" for span in trajectory.versions)
+        typer.echo(
+            f"  {trajectory.trajectory_id}: {trajectory.prompt_length} + "
+            f"{trajectory.response_length} tokens, by version: {versions}; "
+            f"{trajectory.finish_reason.name.lower()}, score {trajectory.score}, "
+            f"reward {trajectory.reward}, from {trajectory.node_id}"
+        )
+
+
+@queue_app.command("audit")
+def queue_audit(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """List who changed the running queue, how and when, newest first."""
+    for record in _operate(path, overrides, lambda queue: queue.audit()):
+        at = datetime.fromtimestamp(record.at_seconds, UTC)
+        typer.echo(f"{at:%Y-%m-%d %H:%M:%S} UTC  {record.actor}: {record.what}")
 
 
 def _operate(path: Path, overrides: list[str] | None, ask: Callable[[Any], Awaitable[T]]) -> T:

@@ -4,6 +4,9 @@ The supervisor owns the children. One that dies is started again a few times, un
 says that this cannot help; then the run ends with the reason. Children live in sessions of their
 own, so that Ctrl-C reaches the supervisor alone, and hold the other end of a pipe: when the
 supervisor is gone, however that happened, they stop.
+
+While they run, `live.yaml` in the run's directory, which only its owner can read, is the
+configuration by which an operator's command reaches them.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Supervisor:
     def __init__(self, config: Config, config_path: Path, redis_url: str) -> None:
         self._config = config
         self._environment = _environment(config, redis_url)
+        self._live = config.run.path / "live.yaml"
         self._watchers: dict[str, asyncio.Task[None]] = {}
         base = [sys.executable, "-m", "leeway.cli"]
         path = str(config_path)
@@ -75,6 +79,7 @@ class Supervisor:
         )
 
     async def __aenter__(self) -> Supervisor:
+        self._describe()
         self._watchers = {
             child.name: asyncio.create_task(self._keep_alive(child)) for child in self._children
         }
@@ -83,7 +88,25 @@ class Supervisor:
     async def __aexit__(self, *_: object) -> None:
         for task in self._watchers.values():
             task.cancel()
+        self._live.unlink(missing_ok=True)
         await self._stop_all()
+
+    def _describe(self) -> None:
+        """Writes `live.yaml`."""
+        config = self._config.model_copy(
+            update={
+                "queue": self._config.queue.model_copy(
+                    update={"address": self.queue_address, "redis_url": None}
+                ),
+                "weights": self._config.weights.model_copy(
+                    update={"address": self._environment["LEEWAY__WEIGHTS__ADDRESS"]}
+                ),
+                "security": self.security,
+            }
+        )
+        self._live.unlink(missing_ok=True)
+        self._live.touch(mode=0o600)
+        self._live.write_text(config.to_yaml(secret=self._environment["LEEWAY__SECURITY__TOKEN"]))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Waits until the trainer has finished, or `stop` is set.

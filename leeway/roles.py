@@ -44,6 +44,7 @@ _QUEUE = {
     "Inspect": _OPERATOR,
     "ListDead": _OPERATOR,
     "Requeue": _OPERATOR,
+    "ListAudit": _OPERATOR,
 }
 _WEIGHTS = {
     "Subscribe": _ROLLOUT,

@@ -120,7 +120,8 @@ class Sampler:
     def __init__(self, source: TaskSource, config: Config) -> None:
         self._source = source
         self._run = config.run
-        self._group_size = config.sampling.group_size
+        self._group_size = config.queued_group_size
+        self._groups_per_row = config.sampling.group_size // self._group_size
         self._sampling = Sampling(
             temperature=config.sampling.temperature,
             top_p=config.sampling.top_p,
@@ -131,7 +132,7 @@ class Sampler:
 
     def task(self, sequence: int) -> Task:
         """The training task at a position: the same whenever it is asked for."""
-        row = self._source.train(sequence)
+        row = self._source.train(sequence // self._groups_per_row)
         return Task(
             task_id=f"{self._run.name}-{sequence:08d}",
             sequence=sequence,

@@ -123,11 +123,11 @@ class RolloutNode:
         With a budget of 0 the node leases only when idle: then a batch is one call to the engine,
         and the run is reproducible bit by bit.
         """
-        size = self._config.sampling.group_size
+        size = self._config.queued_group_size
         while True:
             room = (self._config.rollout.concurrency - self._unfinished) // size
             if self._unfinished == 0 and not self._running:
-                return max(room, self._config.trainer.batch_groups)
+                return max(room, self._config.queued_batch_groups)
             if room >= 1 and self._config.staleness.budget > 0:
                 return room
             self._changed.clear()

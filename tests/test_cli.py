@@ -51,7 +51,11 @@ def test_operators_see_and_steer_a_queue_that_runs(config: Path) -> None:
         dead = leeway("queue", "dead", str(config), "--requeue")
         assert dead.stdout == "requeued: 0\n", dead.stderr
         refused = leeway("queue", "budget", "5", str(config), "security.token=wrong")
-        assert refused.returncode != 0 and "wrong bearer token" in refused.stderr
+        assert refused.returncode != 0 and "missing or wrong token" in refused.stderr
+        audited = leeway("queue", "audit", str(config))
+        assert "budget 2 -> 4" in audited.stdout and "-> 5" not in audited.stdout, audited.stderr
+        unknown = leeway("queue", "inspect", "nobody", str(config))
+        assert unknown.returncode == 1 and "id = 'nobody'" in unknown.stderr
     finally:
         service.terminate()
         assert service.wait(30) == 0

@@ -161,12 +161,17 @@ def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) ->
     process = run.start("trainer.steps=1000", "trainer.checkpoint_every=1000")
     until(lambda: len(run.steps()) >= 3, "three steps", run)
     family = descendants(process)
+    live = run.path / "live.yaml"
+    assert live.stat().st_mode & 0o077 == 0, "it holds the token"
+    command = [sys.executable, "-m", "leeway.cli", "status", str(live)]
+    status = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert status.stdout.startswith(f"run {run.path.name}: version ")
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0, run.said()
     assert time.monotonic() - started < 5.0
     until(lambda: gone(family), "children gone", run, 1.0)
-    assert list(run.temporary.iterdir()) == []
+    assert list(run.temporary.iterdir()) == [] and not live.exists()
     latest = (run.path / "checkpoints" / "LATEST").read_text()
     stopped_at = int(latest.removeprefix("step-"))
     assert stopped_at >= 3

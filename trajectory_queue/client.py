@@ -274,6 +274,11 @@ class OperatorQueue:
         request = pb.RequeueRequest(task_ids=task_ids, actor=self._actor)
         return int((await self._ask(self._stub.Requeue, request, "requeue dead tasks")).requeued)
 
+    async def audit(self, limit: int = 100) -> list[pb.AuditRecord]:
+        """What operators changed, newest first."""
+        request = pb.ListAuditRequest(limit=limit)
+        return list((await self._ask(self._stub.ListAudit, request, "read the audit")).records)
+
     async def _ask(self, method: Any, request: Any, what: str) -> Any:
         return await rpc.call(method, request, what=what, deadline_seconds=_PATIENCE_SECONDS)
 
@@ -281,17 +286,18 @@ class OperatorQueue:
 class TrainerQueue(OperatorQueue):
     """A trainer's side of the queue. Call `resume` first, once a life."""
 
-    def __init__(self, channel: grpc.aio.Channel, trainer_id: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, trainer_id: str, vocabulary: int = 0) -> None:
+        """`vocabulary`: how many token ids the model knows; pushes with others are refused."""
         super().__init__(channel, actor=trainer_id)
         self._trainer_id = trainer_id
+        self._vocabulary = vocabulary
         self._incarnation = 0
 
-    async def resume(self, version: int, incarnation: int = 0, vocabulary: int = 0) -> Resumed:
+    async def resume(self, version: int, incarnation: int = 0) -> Resumed:
         """Begins a life at `version`: what was committed after it is queued again.
 
         Args:
             incarnation: Greater than every earlier one; 0 to be given the next.
-            vocabulary: How many token ids the model knows: pushes with others are refused.
         """
         answer = await self._ask(
             self._stub.Resume,
@@ -299,7 +305,7 @@ class TrainerQueue(OperatorQueue):
                 trainer_id=self._trainer_id,
                 incarnation=incarnation,
                 version=version,
-                vocabulary=vocabulary,
+                vocabulary=self._vocabulary,
             ),
             "resume the trainer",
         )

@@ -18,6 +18,8 @@ from trajectory_queue.signals import Signals
 
 R = TypeVar("R")
 
+AUDIT_KEPT = 1000
+
 
 class State(StrEnum):
     """Where a group is. The last four are ends."""
@@ -103,7 +105,7 @@ class Settings:
     def from_config(cls, config: Config) -> Settings:
         return cls(
             run_id=config.run.name,
-            batch_groups=config.trainer.batch_groups,
+            batch_groups=config.queued_batch_groups,
             budget=config.staleness.budget,
             over_budget=config.staleness.over_budget,
             max_reissues=config.staleness.max_reissues,
@@ -508,6 +510,25 @@ class Pause(Command[Done]):
 @dataclass(frozen=True, slots=True)
 class Drain(Command[Done]):
     actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    at_ms: int
+    actor: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecords:
+    records: tuple[AuditRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ListAudit(Command[AuditRecords]):
+    """What operators changed, newest first; the last `AUDIT_KEPT` changes are kept."""
+
+    limit: int
 
 
 @dataclass(frozen=True, slots=True)

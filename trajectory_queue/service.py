@@ -413,6 +413,18 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
             log.info("dead tasks requeued", actor=request.actor, count=requeued.count)
             return pb.RequeueResponse(requeued=requeued.count)
 
+    async def ListAudit(  # noqa: N802
+        self, request: pb.ListAuditRequest, context: Context
+    ) -> pb.ListAuditResponse:
+        async with _answering(context):
+            audit = await self._store.apply(c.ListAudit(request.limit))
+            return pb.ListAuditResponse(
+                records=[
+                    pb.AuditRecord(at_seconds=r.at_ms / 1000, actor=r.actor, what=r.what)
+                    for r in audit.records
+                ]
+            )
+
 
 class _Deadline:
     def __init__(self, seconds: float) -> None:

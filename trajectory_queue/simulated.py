@@ -88,7 +88,7 @@ def make_task(sequence: int, config: Config) -> Task:
         sequence=sequence,
         messages=({"role": "user", "content": f"task {sequence}"},),
         columns={},
-        group_size=config.sampling.group_size,
+        group_size=config.queued_group_size,
         sampling=Sampling(
             temperature=config.sampling.temperature,
             top_p=config.sampling.top_p,
@@ -130,7 +130,7 @@ class Node:
         self._node_id = node_id
         self._policy = policy
         self._speed = speed
-        self._groups = max(1, config.rollout.concurrency // config.sampling.group_size)
+        self._groups = max(1, config.rollout.concurrency // config.queued_group_size)
         self._heartbeat_seconds = config.rollout.heartbeat_seconds
         self._running: dict[str, asyncio.Task[None]] = {}
         self._partials: dict[str, dict[int, Trajectory]] = {}
@@ -355,7 +355,7 @@ class SimulatedTrainer:
 
     async def _feed(self) -> int:
         """Keeps tasks waiting; returns how many groups are still to come."""
-        batch = self._config.trainer.batch_groups
+        batch = self._config.queued_batch_groups
         status = await self._queue.status()
         wanted = 2 * (status.budget + 1) * batch - status.groups["waiting"]
         last = max(
@@ -377,7 +377,7 @@ class SimulatedTrainer:
         try:
             return await self._queue.lease_batch(
                 version=self.learned.version,
-                groups=min(self._config.trainer.batch_groups, left),
+                groups=min(self._config.queued_batch_groups, left),
                 deadline_seconds=self._config.trainer.batch_seconds,
             )
         except DeadlineError as error:

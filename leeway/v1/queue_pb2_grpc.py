@@ -128,6 +128,11 @@ class TrajectoryQueueStub:
                 request_serializer=leeway_dot_v1_dot_queue__pb2.RequeueRequest.SerializeToString,
                 response_deserializer=leeway_dot_v1_dot_queue__pb2.RequeueResponse.FromString,
                 _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/leeway.v1.TrajectoryQueue/ListAudit',
+                request_serializer=leeway_dot_v1_dot_queue__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=leeway_dot_v1_dot_queue__pb2.ListAuditResponse.FromString,
+                _registered_method=True)
 
 
 class TrajectoryQueueServicer:
@@ -249,6 +254,12 @@ class TrajectoryQueueServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAudit(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrajectoryQueueServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -341,6 +352,11 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     servicer.Requeue,
                     request_deserializer=leeway_dot_v1_dot_queue__pb2.RequeueRequest.FromString,
                     response_serializer=leeway_dot_v1_dot_queue__pb2.RequeueResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=leeway_dot_v1_dot_queue__pb2.ListAuditRequest.FromString,
+                    response_serializer=leeway_dot_v1_dot_queue__pb2.ListAuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -833,6 +849,33 @@ class TrajectoryQueue:
             '/leeway.v1.TrajectoryQueue/Requeue',
             leeway_dot_v1_dot_queue__pb2.RequeueRequest.SerializeToString,
             leeway_dot_v1_dot_queue__pb2.RequeueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/leeway.v1.TrajectoryQueue/ListAudit',
+            leeway_dot_v1_dot_queue__pb2.ListAuditRequest.SerializeToString,
+            leeway_dot_v1_dot_queue__pb2.ListAuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -139,6 +139,17 @@ async def test_the_budget_changes_at_run_time_and_survives_a_restart(queue: Driv
     assert (await queue.report()).budget == 2
 
 
+async def test_what_operators_change_is_audited_newest_first(queue: Driver) -> None:
+    await queue.start(tasks=1, budget=1)
+    await queue.apply(c.SetBudget(3, "ada"))
+    queue.backend.now += 500
+    await queue.apply(c.Pause(True, "bob"))
+    audited = (await queue.apply(c.ListAudit(10))).records
+    assert [(r.actor, r.what) for r in audited] == [("bob", "pause"), ("ada", "budget 1 -> 3")]
+    assert audited[0].at_ms - audited[1].at_ms == 500
+    assert (await queue.apply(c.ListAudit(1))).records == audited[:1]
+
+
 # Leases ------------------------------------------------------------------------------------------
 
 

@@ -7,9 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cases import configuration, serving
+from cases import configuration, group_of, serving
 
 from leeway import rpc
+from leeway.algorithm import AdvantageConfig, AlgorithmConfig, Baseline, Normalise
 from leeway.config import (
     Config,
     OverBudget,
@@ -19,7 +20,7 @@ from leeway.config import (
     StalenessConfig,
     TrainerConfig,
 )
-from trajectory_queue.client import OperatorQueue
+from trajectory_queue.client import OperatorQueue, RolloutQueue, TrainerQueue
 from trajectory_queue.simulated import Learned, Speed, make_task, run_fleet, run_trainer
 
 BATCH = 16
@@ -62,6 +63,34 @@ async def test_every_task_ends_once_and_none_is_over_the_budget(
     assert sum(groups.values()) == status.enqueued == 320
     assert sum(groups[s] for s in ("waiting", "running", "queued", "leased")) == 0
     assert status.payload_bytes == 0
+
+
+async def test_a_streamed_trajectory_does_not_wait_for_its_siblings(tmp_path: Path) -> None:
+    """Of two answers to each prompt one is slow; the first batch is made of the quick ones."""
+    config = configuration(
+        tmp_path,
+        sampling=SamplingConfig(group_size=2, max_new_tokens=64),
+        trainer=TrainerConfig(
+            batch_groups=2,
+            algorithm=AlgorithmConfig(
+                advantage=AdvantageConfig(baseline=Baseline.NONE, normalise=Normalise.BATCH)
+            ),
+        ),
+        queue=QueueConfig(group_release="streaming"),
+    )
+    batch = config.queued_batch_groups
+    async with serving(config) as address, rpc.connect(address, config.security) as channel:
+        trainer, node = TrainerQueue(channel, "trainer"), RolloutQueue(channel, "node")
+        await trainer.resume(0)
+        await trainer.enqueue([make_task(number, config) for number in range(2 * batch)])
+        leased = await node.lease_tasks(
+            version=0, max_groups=2 * batch, wait_seconds=5, request_id="all"
+        )
+        assert len(leased.leases) == 2 * batch
+        for lease in leased.leases[::2]:
+            await node.push(lease.lease_id, group_of(lease.task))
+        ready = await trainer.lease_batch(version=0, groups=batch, deadline_seconds=5)
+    assert [group.task for group in ready.groups] == [lease.task for lease in leased.leases[::2]]
 
 
 @pytest.mark.parametrize("policy", [OverBudget.MASK, OverBudget.DROP])

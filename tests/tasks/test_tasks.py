@@ -91,6 +91,22 @@ def test_ids_and_seeds_are_distinct(either):
     assert len({task.seed for task in everything}) == len(everything)
 
 
+def test_streaming_release_makes_each_answer_a_group_of_its_own():
+    alone = {"baseline": "none", "normalise": "batch"}
+    changes = {
+        "sampling": {"group_size": 3},
+        "queue": {"group_release": "streaming"},
+        "trainer": {"batch_groups": 4, "algorithm": {"advantage": alone}},
+    }
+    settings = config(**changes)
+    whole, streamed = sampler(config()).take(4), sampler(settings).take(12)
+    assert settings.queued_batch_groups == len(streamed)
+    assert [task.group_size for task in streamed] == [1] * 12
+    assert [task.messages for task in streamed[::3]] == [task.messages for task in whole]
+    assert all(task.messages == streamed[n // 3 * 3].messages for n, task in enumerate(streamed))
+    assert len({task.seed for task in streamed}) == len({task.task_id for task in streamed}) == 12
+
+
 def test_evaluations_differ_by_their_phase_alone():
     tasks = sampler(config())
     before, after = tasks.heldout("before", samples=2), tasks.heldout("after", samples=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,6 +145,8 @@ class Books:
     paused: bool = False
     draining: bool = False
     payload_bytes: int = 0
+    audit: deque[c.AuditRecord] = field(default_factory=lambda: deque(maxlen=c.AUDIT_KEPT))
+    """What operators changed, newest first."""
 
     def move(self, group: Group, to: State) -> None:
         if to not in TRANSITIONS[group.state]:
@@ -153,6 +155,9 @@ class Books:
         counts[group.state] -= 1
         counts[to] += 1
         group.state = to
+
+    def record(self, actor: str, what: str) -> None:
+        self.audit.appendleft(c.AuditRecord(self.clock, actor, what))
 
     def fence(self, incarnation: int) -> None:
         if incarnation != self.incarnation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 from trajectory_queue import commands as c
 from trajectory_queue.commands import Lane, State
@@ -63,16 +64,19 @@ def status(books: Books, _command: c.Status) -> c.Report:
 
 def set_budget(books: Books, command: c.SetBudget) -> c.BudgetSet:
     previous, books.budget = books.budget, command.budget
+    books.record(command.actor, f"budget {previous} -> {command.budget}")
     return c.BudgetSet(previous)
 
 
 def pause(books: Books, command: c.Pause) -> c.Done:
     books.paused = command.paused
+    books.record(command.actor, "pause" if command.paused else "resume")
     return c.Done()
 
 
-def drain(books: Books, _command: c.Drain) -> c.Done:
+def drain(books: Books, command: c.Drain) -> c.Done:
     books.draining = True
+    books.record(command.actor, "drain")
     return c.Done()
 
 
@@ -98,7 +102,13 @@ def requeue(books: Books, command: c.Requeue) -> c.Requeued:
     for group in chosen:
         group.failures = 0
         books.move(group, State.WAITING)
+    if chosen:
+        books.record(command.actor, f"requeue {len(chosen)}")
     return c.Requeued(len(chosen))
+
+
+def list_audit(books: Books, command: c.ListAudit) -> c.AuditRecords:
+    return c.AuditRecords(tuple(islice(books.audit, command.limit)))
 
 
 def _dead(books: Books) -> list[Group]:
@@ -115,4 +125,5 @@ HANDLERS: Handlers = {
     c.Inspect: inspect,
     c.ListDead: list_dead,
     c.Requeue: requeue,
+    c.ListAudit: list_audit,
 }

@@ -23,7 +23,7 @@
 --                                                    groups by their node's version at the lease
 --          batches           hash: "<lane>:<trainer>" -> JSON of the open batch
 --          last_commit       hash: "<lane>:<trainer>" -> "<batch id> <count>"
---          nodes, node_waits hashes: node id -> JSON;  audit: list of JSON
+--          nodes, node_waits hashes: node id -> JSON;  audit: list of JSON, newest first
 --
 -- What a command changes in meta, counts, counters and groups is kept here and written once, when
 -- it has succeeded: see `reply`.
@@ -35,6 +35,7 @@ local STREAM, READERS = P .. 'trajectories', 'trainers'
 local AGE = 4294967296
 local REASONS_KEPT = 20
 local NODE_MS = 600000
+local AUDIT_KEPT = 1000
 
 local TRANSITIONS = {
   waiting = {running = true, queued = true, filtered = true},
@@ -113,8 +114,8 @@ local function outstanding() return number_in('train', 'running') + trainable() 
 local function capacity() return (L.budget + 1) * S.batch_groups end
 
 local function audit(actor, what)
-  call('RPUSH', P .. 'audit', cjson.encode({at = now, actor = actor, what = what}))
-  call('LTRIM', P .. 'audit', -1000, -1)
+  call('LPUSH', P .. 'audit', cjson.encode({at_ms = now, actor = actor, what = what}))
+  call('LTRIM', P .. 'audit', 0, AUDIT_KEPT - 1)
 end
 
 -- Refusals of a whole command: raised before anything is written.

@@ -125,4 +125,10 @@ return reply({
     if number > 0 then audit(args.actor, 'requeue ' .. number) end
     return {count = number}
   end,
+
+  ListAudit = function()
+    local records = args.limit > 0 and call('LRANGE', P .. 'audit', 0, args.limit - 1) or {}
+    for i, record in ipairs(records) do records[i] = cjson.decode(record) end
+    return {records = records}
+  end,
 })
