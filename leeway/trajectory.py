@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +49,7 @@ _WIRE_NAMES = {
 
 
 NO_EXTRAS: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})
+NO_PARTS: Mapping[str, float] = MappingProxyType({})
 
 
 class FinishReason(IntEnum):
@@ -176,6 +178,9 @@ class Trajectory:
         versions: Spans whose lengths add up to the response's.
         reward: What is learned from; None on a partial generation.
         score: What the reward function said before shaping; filters look at this.
+        reward_parts: What else was measured of it, by name.
+        branch_starts: Where in token_ids the conversation begins anew, if it does: each part is a
+            sequence of its own, which attends to nothing before it.
         generation_seconds: From the request for the first token to the last token.
     """
 
@@ -193,6 +198,8 @@ class Trajectory:
     score: float | None = None
     node_id: str = ""
     generation_seconds: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=lambda: NO_PARTS)
+    branch_starts: tuple[int, ...] = ()
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=lambda: NO_EXTRAS)
 
     def __post_init__(self) -> None:
@@ -227,6 +234,19 @@ class Trajectory:
         for name, value in (("reward", self.reward), ("score", self.score)):
             if value is not None and not math.isfinite(value):
                 raise _fault(name, value, "it must be finite")
+        if self.reward_parts and not all(map(math.isfinite, self.reward_parts.values())):
+            raise _fault("reward_parts", dict(self.reward_parts), "all must be finite")
+        if self.branch_starts:
+            self._check_branches()
+
+    def _check_branches(self) -> None:
+        first, end = self.prompt_length, self.token_ids.size
+        if any(one >= other for one, other in pairwise((first, *self.branch_starts, end))):
+            remedy = f"they ascend from {first} (prompt_length) to {end} (token_ids)"
+            raise _fault("branch_starts", list(self.branch_starts), remedy)
+        if any(self.loss_mask[start - first] for start in self.branch_starts):
+            remedy = "nothing predicts a sequence's first token, so that it cannot be trained"
+            raise _fault("branch_starts", list(self.branch_starts), remedy)
 
     def _logprobs_fault(self) -> DataError:
         if not np.isfinite(self.logprobs).all():
@@ -249,6 +269,11 @@ class Trajectory:
     def trained_tokens(self) -> int:
         """How many tokens may enter the loss."""
         return int(self.loss_mask.sum())
+
+    def branches(self) -> Iterator[slice]:
+        """The parts of token_ids that are sequences of their own, in order."""
+        for start, end in pairwise((0, *self.branch_starts, self.token_ids.size)):
+            yield slice(start, end)
 
     def token_versions(self) -> npt.NDArray[np.int64]:
         """int64 [response]: the version that generated each token."""
@@ -289,6 +314,8 @@ class Trajectory:
             score=self.score,
             node_id=self.node_id,
             generation_seconds=self.generation_seconds,
+            reward_parts=dict(self.reward_parts),
+            branch_starts=self.branch_starts,
         )
         for name, array in self.extras.items():
             message.extras[name].CopyFrom(array_to_wire(array))
@@ -313,6 +340,10 @@ class Trajectory:
                 score=message.score if message.HasField("score") else None,
                 node_id=message.node_id,
                 generation_seconds=message.generation_seconds,
+                branch_starts=tuple(message.branch_starts),
+                reward_parts=MappingProxyType(dict(message.reward_parts))
+                if message.reward_parts
+                else NO_PARTS,
                 extras=MappingProxyType(
                     {name: array_from_wire(array, name) for name, array in message.extras.items()}
                 )

@@ -9,6 +9,7 @@ What must hold:
 - Only trajectories that can move the weights are packed: at least one trained token, and a weight
   other than 0. Nothing is computed behind a trajectory's last trained token.
 - A trajectory is never split over micro-batches, so that sequence-level quantities can be computed.
+  Where its conversation begins anew, each branch is a sequence of the tree by itself.
 - Every token carries its weight in the aggregated loss, counted over the whole step. How the step
   is split into micro-batches therefore cannot matter.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -107,23 +109,48 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Member:
-    """A trajectory to be packed."""
+    """A sequence to be packed: a trajectory, or one of its branches.
+
+    Attributes:
+        start: Of the branch, in the trajectory's tokens.
+        trained: Of its tokens in the response.
+    """
 
     trajectory: Trajectory
     sequence: int
     advantages: Float32Array
     weight: float
+    start: int
     trained: npt.NDArray[np.intp]
 
     @property
     def continuation(self) -> int:
-        """Response tokens to compute: those before the last trained one."""
-        return int(self.trained[-1])
+        """Tokens to compute behind the trajectory's prompt, with which only its first branch is
+        sure to begin."""
+        return self.inputs.size - (0 if self.start else self.trajectory.prompt_length)
 
     @property
     def inputs(self) -> npt.NDArray[np.int32]:
-        """The tokens to compute."""
-        return self.trajectory.token_ids[: self.trajectory.prompt_length + self.continuation]
+        """The tokens to compute: those before the last trained one."""
+        end = self.trajectory.prompt_length + int(self.trained[-1])
+        return self.trajectory.token_ids[self.start : end]
+
+    @property
+    def rows(self) -> npt.NDArray[np.intp]:
+        """Where in `inputs` the trained tokens are predicted."""
+        return self.trajectory.prompt_length - 1 - self.start + self.trained
+
+
+def _branches(
+    trajectory: Trajectory, sequence: int, advantages: Float32Array, weight: float
+) -> Iterator[_Member]:
+    """Those with a trained token."""
+    trained = np.flatnonzero(trajectory.loss_mask)
+    places = trajectory.prompt_length + trained
+    for branch in trajectory.branches():
+        own = (branch.start <= places) & (places < branch.stop)
+        if own.any():
+            yield _Member(trajectory, sequence, advantages[own], weight, branch.start, trained[own])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,20 +198,13 @@ def pack(
     units: list[_Unit] = []
     sequence = 0
     for group in groups:
-        members = []
+        members: list[_Member] = []
         for trajectory in group.trajectories:
-            trained = np.flatnonzero(trajectory.loss_mask)
-            if trained.size and weights[sequence] != 0.0:
+            trained = trajectory.trained_tokens
+            if trained and weights[sequence] != 0.0:
                 check_sampling(trajectory.sampling)
-                members.append(
-                    _Member(
-                        trajectory,
-                        sequence,
-                        np.broadcast_to(np.float32(advantages[sequence]), trained.size),
-                        float(weights[sequence]),
-                        trained,
-                    )
-                )
+                own = np.broadcast_to(np.float32(advantages[sequence]), trained)
+                members.extend(_branches(trajectory, sequence, own, float(weights[sequence])))
             sequence += 1
         units.extend(_units(members, microbatch_tokens))
     lengths = [trajectory.trained_tokens for trajectory in trajectories]
@@ -193,7 +213,7 @@ def pack(
         microbatches=microbatches,
         trajectories=sum(length > 0 for length in lengths),
         trained_tokens=sum(lengths),
-        packed_trajectories=sum(len(unit.members) for unit in units),
+        packed_trajectories=len({m.sequence for unit in units for m in unit.members}),
         packed_tokens=sum(batch.token_ids.size for batch in microbatches),
         sequence_tokens=sum(trajectory.token_ids.size for trajectory in trajectories),
     )
@@ -220,19 +240,20 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def _units(members: Sequence[_Member], budget: int) -> Iterator[_Unit]:
-    """Members with equal prompts together, as many as the budget allows, in order."""
-    by_prompt: dict[bytes, list[_Member]] = {}
-    for member in members:
-        trajectory = member.trajectory
+    """Trajectories with equal prompts together, as many as the budget allows, in order."""
+    by_prompt: dict[bytes, list[list[_Member]]] = {}
+    for _, own in groupby(members, key=lambda member: member.sequence):
+        branches = list(own)
+        trajectory = branches[0].trajectory
         prompt = trajectory.token_ids[: trajectory.prompt_length].tobytes()
-        by_prompt.setdefault(prompt, []).append(member)
+        by_prompt.setdefault(prompt, []).append(branches)
     for sharing in by_prompt.values():
         unit: list[_Member] = []
-        for member in sharing:
-            if unit and _Unit((*unit, member)).tokens > budget:
+        for branches in sharing:
+            if unit and _Unit((*unit, *branches)).tokens > budget:
                 yield _Unit(tuple(unit))
                 unit = []
-            unit.append(member)
+            unit.extend(branches)
         yield _Unit(tuple(unit))
 
 
@@ -315,12 +336,7 @@ def _microbatch(units: Sequence[_Unit]) -> PackedBatch:
     def spread(values: Sequence[float]) -> Float32Array:
         return np.repeat(np.array(values, dtype=np.float32), counts)
 
-    places = np.concatenate(
-        [
-            rows[m.trajectory.prompt_length - 1 + m.trained]
-            for m, rows in zip(members, tree.rows, strict=True)
-        ]
-    )
+    places = np.concatenate([rows[m.rows] for m, rows in zip(members, tree.rows, strict=True)])
     temperatures = spread([m.trajectory.sampling.temperature for m in members])
     (rows, bits), predictions = np.unique(
         np.stack([places, temperatures.view(np.int32).astype(np.int64)]),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aleeway/v1/trajectory.proto\x12\tleeway.v1\"E\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\".\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\r\"U\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\"\xd9\x01\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12#\n\x07purpose\x18\x03 \x01(\x0e\x32\x12.leeway.v1.Purpose\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12\x15\n\rmessages_json\x18\x05 \x01(\t\x12\x14\n\x0c\x63olumns_json\x18\x06 \x01(\t\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.leeway.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x13\n\x0bmin_version\x18\t \x01(\x03\"\xa8\x04\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12#\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x10.leeway.v1.Array\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\"\n\x08logprobs\x18\x06 \x01(\x0b\x32\x10.leeway.v1.Array\x12#\n\tloss_mask\x18\x07 \x01(\x0b\x32\x10.leeway.v1.Array\x12(\n\x08versions\x18\x08 \x03(\x0b\x32\x16.leeway.v1.VersionSpan\x12.\n\rfinish_reason\x18\t \x01(\x0e\x32\x17.leeway.v1.FinishReason\x12%\n\x08sampling\x18\n \x01(\x0b\x32\x13.leeway.v1.Sampling\x12\x13\n\x06reward\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05score\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07node_id\x18\r \x01(\t\x12\x1a\n\x12generation_seconds\x18\x0e \x01(\x01\x12\x31\n\x06\x65xtras\x18\x0f \x03(\x0b\x32!.leeway.v1.Trajectory.ExtrasEntry\x1a?\n\x0b\x45xtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.leeway.v1.Array:\x02\x38\x01\x42\t\n\x07_rewardB\x08\n\x06_score\"S\n\x05Group\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.leeway.v1.Task\x12+\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x15.leeway.v1.Trajectory*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aleeway/v1/trajectory.proto\x12\tleeway.v1\"E\n\x05\x41rray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\".\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x0e\n\x06length\x18\x02 \x01(\r\"U\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\r\"\xd9\x01\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12#\n\x07purpose\x18\x03 \x01(\x0e\x32\x12.leeway.v1.Purpose\x12\x12\n\ngroup_size\x18\x04 \x01(\r\x12\x15\n\rmessages_json\x18\x05 \x01(\t\x12\x14\n\x0c\x63olumns_json\x18\x06 \x01(\t\x12%\n\x08sampling\x18\x07 \x01(\x0b\x32\x13.leeway.v1.Sampling\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x13\n\x0bmin_version\x18\t \x01(\x03\"\xb1\x05\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12#\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x10.leeway.v1.Array\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\"\n\x08logprobs\x18\x06 \x01(\x0b\x32\x10.leeway.v1.Array\x12#\n\tloss_mask\x18\x07 \x01(\x0b\x32\x10.leeway.v1.Array\x12(\n\x08versions\x18\x08 \x03(\x0b\x32\x16.leeway.v1.VersionSpan\x12.\n\rfinish_reason\x18\t \x01(\x0e\x32\x17.leeway.v1.FinishReason\x12%\n\x08sampling\x18\n \x01(\x0b\x32\x13.leeway.v1.Sampling\x12\x13\n\x06reward\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05score\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07node_id\x18\r \x01(\t\x12\x1a\n\x12generation_seconds\x18\x0e \x01(\x01\x12\x31\n\x06\x65xtras\x18\x0f \x03(\x0b\x32!.leeway.v1.Trajectory.ExtrasEntry\x12\x15\n\rbranch_starts\x18\x10 \x03(\r\x12<\n\x0creward_parts\x18\x11 \x03(\x0b\x32&.leeway.v1.Trajectory.RewardPartsEntry\x1a?\n\x0b\x45xtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.leeway.v1.Array:\x02\x38\x01\x1a\x32\n\x10RewardPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_rewardB\x08\n\x06_score\"S\n\x05Group\x12\x1d\n\x04task\x18\x01 \x01(\x0b\x32\x0f.leeway.v1.Task\x12+\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x15.leeway.v1.Trajectory*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*G\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x10\n\x0cPURPOSE_EVAL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAJECTORY_EXTRASENTRY']._loaded_options = None
   _globals['_TRAJECTORY_EXTRASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1107
-  _globals['_FINISHREASON']._serialized_end=1202
-  _globals['_PURPOSE']._serialized_start=1204
-  _globals['_PURPOSE']._serialized_end=1275
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._loaded_options = None
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1244
+  _globals['_FINISHREASON']._serialized_end=1339
+  _globals['_PURPOSE']._serialized_start=1341
+  _globals['_PURPOSE']._serialized_end=1412
   _globals['_ARRAY']._serialized_start=41
   _globals['_ARRAY']._serialized_end=110
   _globals['_VERSIONSPAN']._serialized_start=112
@@ -46,9 +48,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK']._serialized_start=248
   _globals['_TASK']._serialized_end=465
   _globals['_TRAJECTORY']._serialized_start=468
-  _globals['_TRAJECTORY']._serialized_end=1020
-  _globals['_TRAJECTORY_EXTRASENTRY']._serialized_start=936
-  _globals['_TRAJECTORY_EXTRASENTRY']._serialized_end=999
-  _globals['_GROUP']._serialized_start=1022
-  _globals['_GROUP']._serialized_end=1105
+  _globals['_TRAJECTORY']._serialized_end=1157
+  _globals['_TRAJECTORY_EXTRASENTRY']._serialized_start=1021
+  _globals['_TRAJECTORY_EXTRASENTRY']._serialized_end=1084
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_start=1086
+  _globals['_TRAJECTORY_REWARDPARTSENTRY']._serialized_end=1136
+  _globals['_GROUP']._serialized_start=1159
+  _globals['_GROUP']._serialized_end=1242
 # @@protoc_insertion_point(module_scope)

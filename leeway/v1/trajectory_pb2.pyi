@@ -80,7 +80,7 @@ class Task(_message.Message):
     def __init__(self, task_id: _Optional[str] = ..., sequence: _Optional[int] = ..., purpose: _Optional[_Union[Purpose, str]] = ..., group_size: _Optional[int] = ..., messages_json: _Optional[str] = ..., columns_json: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., min_version: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("trajectory_id", "task_id", "index", "token_ids", "prompt_length", "logprobs", "loss_mask", "versions", "finish_reason", "sampling", "reward", "score", "node_id", "generation_seconds", "extras")
+    __slots__ = ("trajectory_id", "task_id", "index", "token_ids", "prompt_length", "logprobs", "loss_mask", "versions", "finish_reason", "sampling", "reward", "score", "node_id", "generation_seconds", "extras", "branch_starts", "reward_parts")
     class ExtrasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,13 @@ class Trajectory(_message.Message):
         key: str
         value: Array
         def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Array, _Mapping]] = ...) -> None: ...
+    class RewardPartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     TRAJECTORY_ID_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +110,8 @@ class Trajectory(_message.Message):
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_STARTS_FIELD_NUMBER: _ClassVar[int]
+    REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     trajectory_id: str
     task_id: str
     index: int
@@ -118,7 +127,9 @@ class Trajectory(_message.Message):
     node_id: str
     generation_seconds: float
     extras: _containers.MessageMap[str, Array]
-    def __init__(self, trajectory_id: _Optional[str] = ..., task_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Union[Array, _Mapping]] = ..., prompt_length: _Optional[int] = ..., logprobs: _Optional[_Union[Array, _Mapping]] = ..., loss_mask: _Optional[_Union[Array, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., score: _Optional[float] = ..., node_id: _Optional[str] = ..., generation_seconds: _Optional[float] = ..., extras: _Optional[_Mapping[str, Array]] = ...) -> None: ...
+    branch_starts: _containers.RepeatedScalarFieldContainer[int]
+    reward_parts: _containers.ScalarMap[str, float]
+    def __init__(self, trajectory_id: _Optional[str] = ..., task_id: _Optional[str] = ..., index: _Optional[int] = ..., token_ids: _Optional[_Union[Array, _Mapping]] = ..., prompt_length: _Optional[int] = ..., logprobs: _Optional[_Union[Array, _Mapping]] = ..., loss_mask: _Optional[_Union[Array, _Mapping]] = ..., versions: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., reward: _Optional[float] = ..., score: _Optional[float] = ..., node_id: _Optional[str] = ..., generation_seconds: _Optional[float] = ..., extras: _Optional[_Mapping[str, Array]] = ..., branch_starts: _Optional[_Iterable[int]] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("task", "trajectories")
