@@ -15,6 +15,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
@@ -37,11 +39,24 @@ SHAPE = {
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3-tied")
 
 
-def tiny_model(family: str, directory: Path, seed: int = 0) -> Path:
-    """Saves a random model, in float32, whose values are bf16 numbers."""
+def tiny_model(
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    rounded: bool = True,
+    scale: float = 0.3,
+    **changes: int,
+) -> Path:
+    """Saves a random model, in float32, whose values are bf16 numbers if rounded.
+
+    Args:
+        scale: Standard deviation of the matrices' values.
+        changes: To `SHAPE`.
+    """
     torch.manual_seed(seed)
     tied = family.endswith("-tied")
-    shape = {**SHAPE, "tie_word_embeddings": tied}
+    shape = {**SHAPE, "tie_word_embeddings": tied, **changes}
     model: PreTrainedModel
     match family.removesuffix("-tied"):
         case "llama":
@@ -50,13 +65,26 @@ def tiny_model(family: str, directory: Path, seed: int = 0) -> Path:
             model = Qwen2ForCausalLM(Qwen2Config(**shape))
         case "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**shape))
+        case "qwen3-moe":
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(
+                    **shape,
+                    moe_intermediate_size=24,
+                    num_experts=4,
+                    num_experts_per_tok=2,
+                    norm_topk_prob=True,
+                    decoder_sparse_step=1,
+                    mlp_only_layers=[],
+                )
+            )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
-                parameter.copy_(0.3 * torch.randn_like(parameter))
-            parameter.copy_(parameter.bfloat16())
+                parameter.copy_(scale * torch.randn_like(parameter))
+            if rounded:
+                parameter.copy_(parameter.bfloat16())
     model.save_pretrained(directory)
     return directory
 

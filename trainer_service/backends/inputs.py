@@ -29,7 +29,7 @@ class Inputs:
     targets: Int64Array
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> Inputs:
+    def of(cls, batch: PackedBatch | Inputs) -> Inputs:
         return cls(segments=batch.segments, **{name: getattr(batch, name) for name in _ARRAYS})
 
     @classmethod

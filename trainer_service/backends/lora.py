@@ -12,14 +12,24 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from leeway.config import TrainerConfig
+from leeway.errors import ConfigError
 
 _BASE = ".base_layer."
 _A, _B = ".lora_A.default.", ".lora_B.default."
 
 
 def add_adapters(model: nn.Module, config: TrainerConfig) -> None:
-    """To all linear layers but the head, in place; everything else is frozen."""
-    from peft import LoraConfig, inject_adapter_in_model
+    """To all linear layers but the head, in place; everything else is frozen.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.lora_rank = {config.lora_rank}: adapters are peft's; install leeway[lora]"
+        ) from error
 
     inject_adapter_in_model(
         LoraConfig(

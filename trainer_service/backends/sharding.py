@@ -6,11 +6,9 @@ computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,28 +19,29 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from trainer_service.backends.torch_model import TorchModel
+
 
 class Shards:
     """The parts of one model."""
 
     def __init__(
         self,
-        root: nn.Module,
-        layers: Sequence[nn.Module],
+        root: TorchModel,
         device: torch.device,
         compute: torch.dtype,
         *,
         offload: bool,
     ) -> None:
-        """Cuts the layers and what is left of the root, in place, over all ranks.
+        """Cuts the layers and what is left, in place, over all ranks.
 
         Args:
             compute: dtype of gathered weights; parts are float32.
             offload: Parts stay in the host's memory; gathered layers are on the device.
         """
         self._mesh: DeviceMesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self._shapes = {name: p.shape for name, p in root.named_parameters()}
-        for module in (*layers, root):
+        self._shapes = {name: p.shape for name, p in root.model.named_parameters()}
+        for module in (*root.layers(), root):
             sharded = fully_shard(
                 module,
                 mesh=self._mesh,

@@ -91,7 +91,8 @@ class _TokenScores(torch.autograd.Function):
         hidden, scales, predictions, targets, ours, exps, sums, entropy = ctx.saved_tensors
 
         def of_rows(of_tokens: Tensor) -> Tensor:
-            return sums.new_zeros(sums.shape[0]).index_add_(0, predictions, of_tokens).unsqueeze(1)
+            summed: Tensor = sums.new_zeros(sums.shape[0]).index_add_(0, predictions, of_tokens)
+            return summed.unsqueeze(1)
 
         scale = scales[predictions, 0]
         grad = scale.new_zeros(scale.shape) if grad is None else grad * scale

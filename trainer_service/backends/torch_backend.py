@@ -222,7 +222,7 @@ class TorchBackend(RankBackend):
 
     def _cut(self, scores: TorchModel, world: World, compute: torch.dtype) -> Shards:
         offload = self._config.cpu_offload and torch.cuda.is_available()
-        return Shards(scores.model, scores.layers(), world.device, compute, offload=offload)
+        return Shards(scores, world.device, compute, offload=offload)
 
     def _part(self, whole: Tensor) -> Tensor:
         return whole if self._shards is None or not whole.ndim else self._shards.part(whole)

@@ -1,0 +1,329 @@
+"""The Megatron-Core backend: one rank's part of a model that is cut in up to five dimensions.
+
+Layers, pipeline schedules, gradient sums and parameter gathers are Megatron's. The optimizer is the
+torch backend's, on this rank's slices (ZeRO-1): the same bf16 values of float32 masters, the same
+clipping, whatever the layout. What must hold: scores, gradients and weights are those of the
+Hugging Face model, but for rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from transformers import AutoConfig
+
+from leeway.config import TrainerConfig
+from leeway.errors import ConfigError
+from trainer_service.backends import files
+from trainer_service.backends.base import Loss, StepResult
+from trainer_service.backends.distributed import RankBackend, SharedWrite, rounds
+from trainer_service.backends.exchange import Exchange
+from trainer_service.backends.inputs import Inputs
+from trainer_service.backends.megatron import context, names
+from trainer_service.backends.megatron.collectives import sum_parts
+from trainer_service.backends.megatron.cpu import adapt
+from trainer_service.backends.megatron.model import (
+    PolicyModel,
+    head_width,
+    shape_of,
+    transformer_config,
+)
+from trainer_service.backends.megatron.pieces import Pieces
+from trainer_service.backends.megatron.pretrained import Pretrained
+from trainer_service.backends.megatron.weights import NamedWeights
+from trainer_service.backends.optimizer import MasterAdamW, dithered
+from trainer_service.backends.token_scores import token_scores
+from trainer_service.backends.world import World
+from trainer_service.batching import PackedBatch
+
+Round = tuple[PackedBatch | Inputs, list[int], list[Any]]
+"""This rank's micro-batch, all data ranks' numbers of trained tokens, all their micro-batches."""
+
+
+class MegatronBackend(RankBackend):
+    """Implements `Backend`, on one of several ranks."""
+
+    def __init__(
+        self,
+        model_directory: Path,
+        config: TrainerConfig,
+        *,
+        precision: Literal["bf16", "fp32"] = "bf16",
+        world: World,
+        reference: Path | None = None,
+    ) -> None:
+        """Loads a Hugging Face model directory. All ranks construct it together.
+
+        Args:
+            precision: Of the weights that are computed with and published.
+            reference: Model directory of the frozen reference; without one `logprobs` has none.
+
+        Raises:
+            ConfigError: The model is not mapped, or cannot be cut like this.
+        """
+        hf = AutoConfig.from_pretrained(model_directory)
+        shape = shape_of(hf)
+        world.layout.check(shape)
+        if config.lora_rank:
+            raise ConfigError(
+                f"trainer.lora_rank = {config.lora_rank} with trainer.backend = megatron: adapters "
+                "are the torch backend's; use trainer.backend=torch or trainer.lora_rank=0"
+            )
+        adapt()
+        self._world = world
+        self._precision = precision
+        self._context_length = int(hf.max_position_embeddings)
+        self._exchange = _join_groups(world)
+        self._accumulated = False
+        dtype = self._published if world.device.type == "cuda" else torch.float32
+        megatron = transformer_config(hf, world.layout, config, dtype)
+        heads = names.Heads(hf.num_attention_heads, hf.num_key_value_heads, head_width(hf))
+        self._model = PolicyModel(megatron, hf)
+        self._parallel = DistributedDataParallel(
+            megatron,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=None
+            ),
+            self._model,
+        )
+        self._pieces = Pieces(self._parallel)
+        self._weights = NamedWeights(self._model, self._pieces, heads, world)
+        pretrained = Pretrained(model_directory, shape.experts)
+
+        def masters(name: str) -> Tensor:
+            weights = pretrained.read(name)
+            return dithered(name, weights) if precision == "bf16" else weights
+
+        self._optimizer = MasterAdamW(
+            {name: piece.working for name, piece in self._pieces.held.items()},
+            self._weights.cut(masters),
+            config,
+            round_to_bf16=precision == "bf16",
+            decayed=self._weights.decayed,
+            group=dist.group.WORLD,
+            copies=self._weights.copies,
+        )
+        self._parallel.start_param_sync(force_sync=True)
+        self._reference: PolicyModel | None = None
+        if reference is not None:
+            frozen = Pretrained(reference, shape.experts)
+            self._reference = PolicyModel(megatron, hf).requires_grad_(False)
+            NamedWeights(self._reference, Pieces(), heads, world).fill(
+                lambda name: frozen.read(name).to(self._published)
+            )
+
+    @property
+    def context_length(self) -> int:
+        return self._context_length
+
+    @property
+    def data_ranks(self) -> int:
+        return self._world.layout.dp
+
+    @torch.no_grad()
+    def logprobs(
+        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
+    ) -> list[npt.NDArray[np.float32]]:
+        model = self._reference if reference else self._model
+        if model is None:
+            raise ConfigError("this backend was started without a reference model; give it one")
+        found: list[Tensor] = []
+
+        def keep(round_: Round, hidden: Tensor) -> Tensor:
+            logprobs, _ = self._score(round_[0], hidden, model.head_weight)
+            found.extend(scores[0] for scores in self._exchange.gather(round_[1], logprobs[None]))
+            return logprobs.sum()
+
+        self._run(model, batches, keep, forward_only=True)
+        return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
+
+    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
+        def total(round_: Round, hidden: Tensor) -> Tensor:
+            logprobs, entropy = self._score(round_[0], hidden, self._model.head_weight)
+            return self._exchange.surrogate(round_[1], round_[2], loss, logprobs, entropy)
+
+        self._run(self._parallel, batches, total, forward_only=False)
+        self._accumulated = self._accumulated or len(batches) > 0
+
+    def apply(self) -> StepResult:
+        if not self._accumulated:
+            return self._optimizer.step({})
+        try:
+            finalize_model_grads([self._parallel])
+            result = self._optimizer.step(
+                {name: piece.gradient for name, piece in self._pieces.held.items()}
+            )
+        finally:
+            self._parallel.zero_grad_buffer()
+            self._accumulated = False
+        self._parallel.start_param_sync(force_sync=True)
+        return result
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        for name, values in self._weights.to_leader(self._published):
+            if self._published is torch.bfloat16:
+                yield name, values.view(torch.int16).numpy().view(np.uint16)
+            else:
+                yield name, values.numpy()
+
+    @torch.no_grad()
+    def snapshot(self) -> Callable[[Path], None]:
+        ranks = self._world.size // self._world.layout.pp
+        own, turns = dist.get_rank() % ranks, itertools.count()
+
+        def copied(parts: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+            """Whole tensors, each kept by one rank of the stage."""
+            return {
+                prefix + name: values.to("cpu", copy=True)
+                for name, values in self._weights.whole_pieces(parts)
+                if next(turns) % ranks == own
+            }
+
+        masters = copied(self._optimizer.masters())
+        state: dict[str, Tensor] = {}
+        for moment, of in self._optimizer.moments():
+            state |= copied(of, f"{moment}.")
+        if self._world.leads:
+            state |= {name: count.clone().cpu() for name, count in self._optimizer.counts().items()}
+
+        def write(directory: Path, part: str) -> None:
+            files.write(directory, part, masters, state)
+
+        return SharedWrite(self._world, write)
+
+    def load(self, directory: Path) -> None:
+        weights = files.TensorFiles(directory, files.WEIGHTS)
+        optimizer = files.TensorFiles(directory, files.OPTIMIZER)
+        for name in self._weights.names() ^ set(weights.names()):
+            raise ConfigError(f"checkpoint: weight {name!r} is on one side only")
+        state = {name: optimizer.read(name) for name in self._optimizer.counts()}
+        for moment, _ in self._optimizer.moments():
+            cut = self._weights.cut(lambda name: optimizer.read(f"{moment}.{name}"))  # noqa: B023
+            state |= {f"{moment}.{name}": part for name, part in cut.items()}
+        self._optimizer.restore(self._weights.cut(weights.read), state)
+        self._parallel.start_param_sync(force_sync=True)
+
+    # Computing -----------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        model: torch.nn.Module,
+        batches: Sequence[PackedBatch | Inputs],
+        finish: Callable[[Round, Tensor], Tensor],
+        *,
+        forward_only: bool,
+    ) -> None:
+        """Megatron's schedule; `finish` makes a scalar of the last stage's hidden states."""
+        if not batches:
+            return
+        data = self._exchange.data
+        todo: list[Round] = []
+        for at_a_time in rounds(batches, data.size()):
+            sizes = [batch.targets.size for batch in at_a_time]
+            sizes += [0] * (data.size() - len(sizes))
+            own = at_a_time[data.rank()] if data.rank() < len(at_a_time) else Inputs.idle()
+            todo.append((own, sizes, at_a_time))
+
+        def forward(pending: Iterator[Round], _: Any) -> tuple[Tensor, Any]:
+            round_ = next(pending)
+
+            def end(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                # Tokens are counted in the weights of the loss.
+                return finish(round_, hidden), torch.zeros((), dtype=torch.int), {}
+
+            return self._forward(round_[0], model), end
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(todo),
+            model=[model],
+            num_microbatches=len(todo),
+            seq_length=self._world.layout.row_multiple,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _forward(self, batch: PackedBatch | Inputs, model: Any) -> Tensor:
+        row = Inputs.of(batch).filled(self._world.layout.row_multiple)
+        part = self._part(row)
+        own = set(part.own)
+        segments = [[*segment, int(i in own)] for i, segment in enumerate(part.segments)]
+        hidden: Tensor = model(
+            self._tensor(row.token_ids[part.tokens]).unsqueeze(0),
+            self._tensor(row.positions[part.tokens]).unsqueeze(0),
+            torch.tensor(segments),
+        )
+        return hidden
+
+    def _score(
+        self, batch: PackedBatch | Inputs, hidden: Tensor, head: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, float32 [n], on every rank of the last stage."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            # Backwards, what each rank's part of the vocabulary owes is summed and cut again.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        part = self._part(Inputs.of(batch).filled(self._world.layout.row_multiple))
+        place = np.full(sum(segment.length for segment in part.segments), -1)
+        place[part.tokens] = np.arange(part.tokens.size)
+        rows = place[batch.rows]
+        here = rows >= 0
+        tokens = here[batch.predictions]
+        scores = token_scores(
+            hidden[:, 0][self._tensor(rows[here])],
+            head,
+            self._tensor(batch.temperatures[here]),
+            self._tensor((np.cumsum(here) - 1)[batch.predictions[tokens]]),
+            self._tensor(batch.targets[tokens]),
+            group if group.size() > 1 else None,
+        )
+        ranks = parallel_state.get_context_parallel_group()
+        if ranks.size() == 1:
+            return scores
+        where = self._tensor(np.flatnonzero(tokens))
+        blank = hidden.new_zeros(batch.targets.size, dtype=torch.float32)
+        logprobs, entropy = (sum_parts(blank.index_put((where,), score), ranks) for score in scores)
+        return logprobs, entropy
+
+    def _part(self, row: Inputs) -> context.Part:
+        ranks = parallel_state.get_context_parallel_group()
+        return context.part(row.segments, ranks.size(), ranks.rank())
+
+    def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._world.device)
+
+    @property
+    def _published(self) -> torch.dtype:
+        return torch.bfloat16 if self._precision == "bf16" else torch.float32
+
+
+def _join_groups(world: World) -> Exchange:
+    """All ranks call it together, once a process."""
+    layout = world.layout
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+    )
+    if world.device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    scoring = dist.new_group(list(range(world.leader, world.size)))
+    return Exchange(parallel_state.get_data_parallel_group(), scoring, world.leader)

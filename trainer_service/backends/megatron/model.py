@@ -1,0 +1,329 @@
+"""The model: Megatron's transformer block between an embedding and a head that is never applied.
+
+A stage's forward pass goes from token ids (or the previous stage's output) to hidden states; scores
+are computed from the last stage's. What must hold: it computes what the Hugging Face model of the
+same configuration does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from leeway.config import TrainerConfig
+from leeway.errors import ConfigError
+from trainer_service.backends.layout import Layout, ModelShape
+from trainer_service.backends.megatron.collectives import gather_tokens
+from trainer_service.backends.packed_attention import attend
+from trainer_service.batching import Segment
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+class PolicyModel(LanguageModule):
+    """One pipeline stage. Attributes that Megatron's schedules and gradient sums read have its
+    names: pre_process, post_process, share_embeddings_and_output_weights, model_type."""
+
+    def __init__(self, config: TransformerConfig, hf: PretrainedConfig) -> None:
+        super().__init__(config=config)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = parallel_state.is_pipeline_first_stage()
+        self.post_process = parallel_state.is_pipeline_last_stage()
+        self.share_embeddings_and_output_weights = bool(hf.tie_word_embeddings)
+        self.rotary = _rotary(hf).to(torch.cuda.current_device())
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, hf.vocab_size, hf.max_position_embeddings, position_embedding_type="rope"
+            )
+        layers = get_num_layers_to_build(config, pp_rank=self.pp_group.rank())
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=TransformerBlockSubmodules([_layer_spec(config)] * layers, layer_norm=_norm()),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+        )
+        if self.post_process and not (self.pre_process and hf.tie_word_embeddings):
+            self.head = Head(config, hf.vocab_size)
+        if hf.tie_word_embeddings and self.pre_process != self.post_process:
+            # Two copies: Megatron adds their gradients up, and gives each a bucket of its own.
+            tied: Any = self.shared_embedding_or_output_weight()
+            tied.shared_embedding = True
+
+    @property
+    def first_layer(self) -> int:
+        """Index in the whole model."""
+        return int(self.decoder.layers[0].layer_number) - 1
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter:
+        """The embedding's weight on the first stage, the head's on the last."""
+        owner = self.embedding.word_embeddings if self.pre_process else self.head
+        weight: nn.Parameter = owner.weight
+        return weight
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """[vocabulary / tp, hidden], on the last stage."""
+        weight: nn.Parameter = (
+            self.head.weight if hasattr(self, "head") else self.embedding.word_embeddings.weight
+        )
+        return weight
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """The previous stage's output; the schedule calls it before each forward pass."""
+        self.decoder.set_input_tensor(tensors[0])
+
+    def forward(self, token_ids: Tensor, positions: Tensor, segments: Tensor) -> Tensor:
+        """Hidden states, float [s, 1, hidden]; cut over tensor-parallel ranks along s.
+
+        Args:
+            token_ids, positions: int64 [1, s], this context-parallel rank's.
+            segments: int64 [k, 4] of the whole row, on a CPU: start, length, parent, own or not.
+        """
+        hidden = self.embedding(token_ids, positions) if self.pre_process else None
+        angles = self.rotary.inv_freq * positions[0, :, None].float()
+        out: Tensor = self.decoder(
+            hidden_states=hidden,
+            # The block hands it through to the core attention.
+            attention_mask=segments,
+            rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None],
+        )
+        return out
+
+
+class Head(nn.Module):
+    """This rank's rows of the output weight."""
+
+    def __init__(self, config: TransformerConfig, vocabulary: int) -> None:
+        super().__init__()
+        rows = vocabulary // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(
+            torch.empty(
+                rows,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=torch.cuda.current_device(),
+            )
+        )
+
+
+class PackedAttention(MegatronModule):
+    """Core attention over packed segments. With context parallelism keys and values come together
+    from all ranks."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        self._group = parallel_state.get_context_parallel_group()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any
+    ) -> Tensor:
+        """
+        Args:
+            query: float [s, 1, heads, d].
+            key, value: float [s, 1, key heads, d].
+            attention_mask: The segments, as `PolicyModel.forward` has them.
+
+        Returns:
+            float [s, 1, heads * d].
+        """
+        rows = attention_mask.tolist()
+        segments = [Segment(*row[:3]) for row in rows]
+        if self._group.size() > 1:
+            key, value = (self._in_order(t) for t in (key, value))
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = attend(
+            query,
+            key,
+            value,
+            segments,
+            [index for index, row in enumerate(rows) if row[3]],
+            None,
+        )
+        return out.transpose(0, 1).flatten(2)
+
+    def _in_order(self, own: Tensor) -> Tensor:
+        """All ranks' tokens: each holds a chunk from the front and its mirror image."""
+        chunks = gather_tokens(own, self._group).chunk(2 * self._group.size())
+        return torch.cat([*chunks[0::2], *reversed(chunks[1::2])])
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, whose gradients are summed over tensor-parallel ranks."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__(
+            hidden_size, eps, dtype=config.params_dtype, device=torch.cuda.current_device()
+        )
+        weight: Any = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+
+def shape_of(hf: PretrainedConfig) -> ModelShape:
+    """
+    Raises:
+        ConfigError: The model is of no family that is mapped, or has something that is not.
+    """
+    if hf.model_type not in FAMILIES:
+        raise ConfigError(
+            f"trainer.backend = megatron: model_type = {hf.model_type!r} is not mapped, only "
+            f"{', '.join(FAMILIES)}; use trainer.backend=torch"
+        )
+    unusual = {
+        "attention_bias": hf.model_type == "llama" and getattr(hf, "attention_bias", False),
+        "mlp_bias": getattr(hf, "mlp_bias", False),
+        "use_sliding_window": getattr(hf, "use_sliding_window", False),
+        "hidden_act": hf.hidden_act != "silu",
+        "mlp_only_layers": bool(getattr(hf, "mlp_only_layers", None)),
+        "decoder_sparse_step": getattr(hf, "decoder_sparse_step", 1) != 1,
+        "rope_parameters": _rotary(hf).attention_scaling != 1.0,
+    }
+    for field, found in unusual.items():
+        if found:
+            raise ConfigError(
+                f"trainer.backend = megatron: the model's {field} = {getattr(hf, field)!r} is not "
+                "supported; use trainer.backend=torch"
+            )
+    moe = hf.model_type == "qwen3_moe"
+    return ModelShape(
+        layers=hf.num_hidden_layers,
+        heads=hf.num_attention_heads,
+        key_value_heads=hf.num_key_value_heads,
+        # Experts are not cut.
+        intermediate=0 if moe else hf.intermediate_size,
+        vocabulary=hf.vocab_size,
+        experts=hf.num_experts if moe else 0,
+    )
+
+
+def _rotary(hf: Any) -> LlamaRotaryEmbedding:
+    """Every family's frequencies, with all ways to stretch them."""
+    return LlamaRotaryEmbedding(hf)
+
+
+def head_width(hf: PretrainedConfig) -> int:
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def transformer_config(
+    hf: PretrainedConfig, layout: Layout, config: TrainerConfig, dtype: torch.dtype
+) -> TransformerConfig:
+    """Megatron's description of the same model. Sequence parallel wherever tensor parallel."""
+    gpu = torch.cuda.is_available()
+    experts: dict[str, Any] = {}
+    if hf.model_type == "qwen3_moe":
+        experts = {
+            "num_moe_experts": hf.num_experts,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32" if dtype is not torch.float32 else None,
+        }
+    recompute: dict[str, Any] = {}
+    if config.activation_checkpointing:
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=head_width(hf),
+        ffn_hidden_size=hf.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type.startswith("qwen3"),
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        # Micro-batches differ in length; Megatron wants the dispatcher named even without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Losses of micro-batches and ranks add up: nothing is to be averaged.
+        calculate_per_token_loss=True,
+        # Weights come from files.
+        perform_initialization=False,
+        use_cpu_initialization=not gpu,
+        # Fused kernels are CUDA's; what needs Apex stays off.
+        bias_activation_fusion=gpu,
+        bias_dropout_fusion=gpu,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        **experts,
+        **recompute,
+    )
+
+
+def transformer_engine() -> bool:
+    """Its layers are used wherever it can be imported on a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return bool(HAVE_TE)
+
+
+def _norm() -> type[nn.Module]:
+    if transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm: type[nn.Module] = TENorm
+        return norm
+    return RMSNorm
+
+
+def _layer_spec(config: TransformerConfig) -> Any:
+    if transformer_engine():
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization="RMSNorm",
+        )
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec

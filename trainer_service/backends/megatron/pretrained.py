@@ -1,0 +1,34 @@
+"""A Hugging Face model directory, read tensor by tensor by the names of the loaded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer_service.backends.files import TensorFiles
+
+
+class Pretrained(TensorFiles):
+    """In the files each expert has tensors of its own; the loaded model stacks them."""
+
+    def __init__(self, directory: Path, experts: int) -> None:
+        """
+        Raises:
+            ConfigError: The directory holds no safetensors.
+        """
+        super().__init__(directory)
+        self._experts = experts
+
+    def read(self, name: str) -> Tensor:
+        """float32."""
+        if name in self or ".mlp.experts." not in name:
+            return super().read(name).to(torch.float32)
+        layer, _, stack = name.rpartition(".")
+        kinds = ("gate_proj", "up_proj") if stack == "gate_up_proj" else ("down_proj",)
+        experts = [
+            torch.cat([TensorFiles.read(self, f"{layer}.{index}.{kind}.weight") for kind in kinds])
+            for index in range(self._experts)
+        ]
+        return torch.stack(experts).to(torch.float32)
