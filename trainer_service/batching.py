@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling, Trajectory
+from trainer_service.balance import ONE_RANK, Size, Spread, bins
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -166,12 +167,20 @@ class _Unit:
         repeated = min((len(self.members) - 1) * prompt, SHARED_TOKENS - 1)
         return prompt + repeated + sum(member.continuation for member in self.members)
 
+    @property
+    def size(self) -> Size:
+        prompt = self.members[0].trajectory.prompt_length
+        answers = [member.continuation for member in self.members]
+        pairs = prompt * prompt // 2 + sum(n * prompt + n * n // 2 for n in answers)
+        return Size(self.tokens, pairs)
+
 
 def pack(
     groups: Sequence[Group],
     advantages: Sequence[float | Float64Array] | Float64Array,
     weights: Float64Array,
     microbatch_tokens: int,
+    spread: Spread = ONE_RANK,
 ) -> StepPlan:
     """Packs the groups of one optimizer step.
 
@@ -182,6 +191,7 @@ def pack(
             trajectories of weight 0 are counted, not packed.
         microbatch_tokens: Most tokens in a micro-batch. A single trajectory that is longer is
             packed alone.
+        spread: The backend's.
 
     Raises:
         DataError: The arrays do not list the groups' trajectories, or hold NaN or infinity.
@@ -195,20 +205,27 @@ def pack(
                 f"{name} [{len(values)}]: give finite numbers for each of the {len(trajectories)} "
                 "trajectories"
             )
-    units: list[_Unit] = []
+    members: list[list[_Member]] = []
     sequence = 0
     for group in groups:
-        members: list[_Member] = []
+        members.append([])
         for trajectory in group.trajectories:
             trained = trajectory.trained_tokens
             if trained and weights[sequence] != 0.0:
                 check_sampling(trajectory.sampling)
                 own = np.broadcast_to(np.float32(advantages[sequence]), trained)
-                members.extend(_branches(trajectory, sequence, own, float(weights[sequence])))
+                weight = float(weights[sequence])
+                members[-1].extend(_branches(trajectory, sequence, own, weight))
             sequence += 1
-        units.extend(_units(members, microbatch_tokens))
+    # No unit is more than a rank's share.
+    limit = microbatch_tokens
+    if spread.ranks > 1:
+        share = sum(_Unit(tuple(own)).tokens for own in members if own) // spread.ranks
+        limit = min(limit, max(1, share))
+    units = [unit for own in members for unit in _units(own, limit)]
+    held = bins([unit.size for unit in units], microbatch_tokens, spread)
     lengths = [trajectory.trained_tokens for trajectory in trajectories]
-    microbatches = tuple(_microbatch(bin_) for bin_ in _bins(units, microbatch_tokens))
+    microbatches = tuple(_microbatch([units[index] for index in own]) for own in held)
     return StepPlan(
         microbatches=microbatches,
         trajectories=sum(length > 0 for length in lengths),
@@ -255,21 +272,6 @@ def _units(members: Sequence[_Member], budget: int) -> Iterator[_Unit]:
                 unit = []
             unit.extend(branches)
         yield _Unit(tuple(unit))
-
-
-def _bins(units: Sequence[_Unit], budget: int) -> list[list[_Unit]]:
-    """First fit, largest first; bins, and units in a bin, in the order of the step."""
-    bins: list[tuple[int, list[int]]] = []
-    for index in sorted(range(len(units)), key=lambda i: (-units[i].tokens, i)):
-        tokens = units[index].tokens
-        for place, (filled, held) in enumerate(bins):
-            if filled + tokens <= budget:
-                bins[place] = (filled + tokens, [*held, index])
-                break
-        else:
-            bins.append((tokens, [index]))
-    ordered = sorted(sorted(held) for _, held in bins)
-    return [[units[index] for index in held] for held in ordered]
 
 
 class _PrefixTree:

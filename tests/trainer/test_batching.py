@@ -12,6 +12,7 @@ from trainer_cases import group, random_groups, trajectory
 
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling
+from trainer_service.balance import Spread
 from trainer_service.batching import ROOT, PackedBatch, Segment, StepPlan, pack
 
 
@@ -169,3 +170,13 @@ def test_arrays_must_list_the_trajectories() -> None:
         pack(groups, np.ones(2), np.ones(1), 10)
     with pytest.raises(DataError, match="weights"):
         pack(groups, np.ones(1), np.array([np.nan]), 10)
+
+
+def test_a_group_is_shared_out_when_ranks_would_be_idle() -> None:
+    (only,) = random_groups(1, groups=1, size=8)
+    count = len(only.trajectories)
+    alone = pack([only], np.ones(count), np.ones(count), 1000).microbatches
+    shared = pack([only], np.ones(count), np.ones(count), 1000, Spread(4)).microbatches
+    assert len(alone) == 1
+    assert len(shared) == 4
+    assert sorted(t for b in shared for t in set(b.sequences.tolist())) == list(range(count))

@@ -14,6 +14,7 @@ from leeway.trajectory import Group, Trajectory
 from trainer_service.algorithms.advantages import group_relative, overlong_penalty, whiten
 from trainer_service.algorithms.aggregation import token_weights
 from trainer_service.algorithms.kl import kl
+from trainer_service.balance import ONE_RANK, Spread
 from trainer_service.batching import PackedBatch, StepPlan, pack
 
 Float64Array = npt.NDArray[np.float64]
@@ -31,6 +32,7 @@ def plan_step(
     microbatch_tokens: int,
     longest_answer: int,
     penalties: npt.ArrayLike = 0.0,
+    spread: Spread = ONE_RANK,
 ) -> StepPlan:
     """Advantages and aggregation weights of the groups of one optimizer step, packed.
 
@@ -41,6 +43,7 @@ def plan_step(
         longest_answer: Divisor of the `constant` aggregation unless the configuration gives
             another, and the length that `overlong_tokens` looks at; sampling.max_new_tokens.
         penalties: float [trajectories], what comes off each reward; see `reference_penalties`.
+        spread: The backend's.
 
     Raises:
         DataError: A trajectory has no reward, or a group only one trajectory.
@@ -76,7 +79,7 @@ def plan_step(
     )
     if not _moves_without_advantage(algorithm):
         weights = weights * np.array([bool(values.any()) for values in advantages])
-    return pack(groups, advantages, weights, microbatch_tokens)
+    return pack(groups, advantages, weights, microbatch_tokens, spread)
 
 
 def reference_penalties(

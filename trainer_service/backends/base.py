@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from leeway.errors import LeewayError
+from trainer_service.balance import ONE_RANK, Spread
 from trainer_service.batching import PackedBatch
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class Backend(Protocol):
     """
 
     @property
-    def data_ranks(self) -> int:
-        """So many micro-batches are computed at a time: pack a step in multiples of it."""
-        return 1
+    def spread(self) -> Spread:
+        """Over what micro-batches are spread: how a step should be packed."""
+        return ONE_RANK
 
     @property
     def context_length(self) -> int:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from trainer_service.backends.base import Backend, DivergedError, Loss, StepResult
 from trainer_service.backends.inputs import Inputs, decode, encode
 from trainer_service.backends.world import World
+from trainer_service.balance import Spread
 from trainer_service.batching import PackedBatch
 
 WRITE_SECONDS = 3600.0
@@ -64,8 +65,8 @@ class Leader(Backend):
         return self._own.context_length
 
     @property
-    def data_ranks(self) -> int:
-        return self._own.data_ranks
+    def spread(self) -> Spread:
+        return self._own.spread
 
     def logprobs(
         self, batches: Sequence[PackedBatch], *, reference: bool = False

@@ -31,6 +31,7 @@ from trainer_service.backends.optimizer import MasterAdamW, dithered
 from trainer_service.backends.sharding import Shards, local
 from trainer_service.backends.torch_model import TorchModel
 from trainer_service.backends.world import World
+from trainer_service.balance import Spread
 from trainer_service.batching import PackedBatch
 
 
@@ -100,8 +101,9 @@ class TorchBackend(RankBackend):
         return self._scores.context_length
 
     @property
-    def data_ranks(self) -> int:
-        return 1 if self._world is None else self._world.size
+    def spread(self) -> Spread:
+        ranks = 1 if self._world is None else self._world.size
+        return Spread(ranks, 1 / (6 * self._scores.model.config.hidden_size))
 
     @torch.no_grad()
     def logprobs(
@@ -158,7 +160,9 @@ class TorchBackend(RankBackend):
             kept = {}
             for name, part in tensors.items():
                 values = self._whole(name, part)
-                if next(own) % self.data_ranks == (0 if self._world is None else self._world.rank):
+                if next(own) % self.spread.ranks == (
+                    0 if self._world is None else self._world.rank
+                ):
                     kept[prefix + name] = values.to("cpu", copy=True)
             return kept
 
@@ -185,7 +189,7 @@ class TorchBackend(RankBackend):
         self, batches: Sequence[PackedBatch | Inputs]
     ) -> Iterator[tuple[PackedBatch | Inputs, list[int], list[Any]]]:
         """This rank's micro-batch, all ranks' numbers of trained tokens, all micro-batches."""
-        ranks = self.data_ranks
+        ranks = self.spread.ranks
         own = 0 if self._exchange is None else self._exchange.data.rank()
         for at_a_time in rounds(batches, ranks):
             sizes = [batch.targets.size for batch in at_a_time]

@@ -49,6 +49,7 @@ from trainer_service.backends.megatron.weights import NamedWeights
 from trainer_service.backends.optimizer import MasterAdamW, dithered
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.world import World
+from trainer_service.balance import Spread
 from trainer_service.batching import PackedBatch
 
 Round = tuple[PackedBatch | Inputs, list[int], list[Any]]
@@ -132,8 +133,8 @@ class MegatronBackend(RankBackend):
         return self._context_length
 
     @property
-    def data_ranks(self) -> int:
-        return self._world.layout.dp
+    def spread(self) -> Spread:
+        return Spread(self._world.layout.dp, 1 / (6 * self._model.config.hidden_size))
 
     @torch.no_grad()
     def logprobs(
