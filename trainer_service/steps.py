@@ -43,6 +43,7 @@ def plan_batch(
                 microbatch_tokens=trainer.microbatch_tokens,
                 longest_answer=longest_answer,
                 penalties=penalties,
+                spread=backend.spread,
             )
         )
     if algorithm.needs_start(len(plans)):
@@ -63,6 +64,7 @@ def scored(plan: StepPlan, backend: Backend, name: str) -> StepPlan:
 def _penalties(groups: Sequence[Group], trainer: TrainerConfig, backend: Backend) -> Float64Array:
     """What the KL takes from the reward of each trajectory: all are scored, the equal as well."""
     count = sum(len(group.trajectories) for group in groups)
-    plan = pack(groups, np.ones(count), np.ones(count), trainer.microbatch_tokens)
+    ones = np.ones(count)
+    plan = pack(groups, ones, ones, trainer.microbatch_tokens, backend.spread)
     batches = scored(plan, backend, "reference").microbatches
     return reference_penalties(batches, trainer.algorithm.kl, count)
