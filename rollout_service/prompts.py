@@ -1,7 +1,7 @@
-"""Where text and tokens meet: chat messages to prompt ids, sampled ids to the completion's text.
+"""Where text becomes tokens: chat messages to prompt ids, a further turn to the ids that it adds.
 
-The one renderer of a node: every prompt goes through the tokenizer's chat template, and nothing
-that was sampled is ever tokenised again.
+The one renderer of a node: every prompt goes through the tokenizer's chat template here, and
+nothing that was sampled is ever tokenised again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from jinja2 import TemplateError
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Int32Array
 
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+# Stands for an answer, to see what a template puts behind it. No template cuts letters off.
+_PLACEHOLDER = "LeewayAnswer"
+
 
 class ChatTokenizer(Protocol):
     """What is used of a `transformers` tokenizer."""
@@ -25,10 +31,12 @@ class ChatTokenizer(Protocol):
         self,
         conversation: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
         tokenize: bool,
-        return_dict: bool,
     ) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any: ...
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
@@ -59,25 +67,22 @@ class Renderer:
         self._context = context
         self._max_new_tokens = max_new_tokens
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> Int32Array:
-        """int32 [prompt], ending where the assistant's turn begins.
+    @property
+    def context(self) -> int:
+        return self._context
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template shows the model its tools."""
+        return "tools" in str(self._tokenizer.chat_template)
+
+    def render(self, messages: Messages) -> Int32Array:
+        """A task's prompt: int32 [prompt], ending where the assistant's turn begins.
 
         Raises:
             DataError: the template refuses the messages, or the prompt leaves no room to answer.
         """
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        except TemplateError as error:
-            raise DataError(
-                f"messages: the model's chat template refuses them: {error}; change the messages, "
-                "or the model"
-            ) from error
-        prompt = np.asarray(ids, dtype=np.int32)
+        prompt = self.encode(self.prompt_text(messages))
         limit = self._context - self._max_new_tokens
         if prompt.size > limit:
             raise DataError(
@@ -86,6 +91,75 @@ class Renderer:
                 "prompt, lower sampling.max_new_tokens, or raise model.context"
             )
         return prompt
+
+    def prompt_text(self, messages: Messages, tools: Tools = (), *, answer: bool = True) -> str:
+        """The messages as the template prints them.
+
+        Args:
+            answer: The assistant's turn begins at the end.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=answer,
+                tokenize=False,
+            )
+        # Templates raise their own errors, and Python's when they index into what is not there.
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"messages: the model's chat template refuses them: {error}; change the messages, "
+                "or the model"
+            ) from error
+        return str(text)
+
+    def further_turn(
+        self,
+        known: Messages,
+        messages: Messages,
+        tools: Tools,
+        stop_id: int | None,
+    ) -> Int32Array | None:
+        """int32 [n]: the ids between a sampled answer and the next one.
+
+        They close the answer's turn, as far as the model has not done that itself, and print the
+        messages that follow it. None when the template prints the conversation so far otherwise
+        than before (some leave out earlier thoughts): then nothing can be continued.
+
+        Args:
+            known: The conversation up to and with the sampled answer.
+            messages: All of the next request's, `known` first.
+            stop_id: The stop token that ended the answer, if one did.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        before = self.prompt_text(known, tools, answer=False)
+        now = self.prompt_text(messages, tools)
+        if not now.startswith(before):
+            return None
+        if stop_id is not None:
+            question = self.prompt_text(known[:-1], tools, answer=False)
+            stop = str(self._tokenizer.decode([stop_id], skip_special_tokens=False))
+            place = before.rfind(stop, len(question)) if before.startswith(question) else -1
+            if place < 0:
+                return None
+            closing = before[place + len(stop) :]
+        else:
+            stand_in = [*known[:-1], {"role": "assistant", "content": _PLACEHOLDER}]
+            closing = self.prompt_text(stand_in, tools, answer=False).rpartition(_PLACEHOLDER)[2]
+        return self.encode(closing + now[len(before) :])
+
+    def encode(self, text: str) -> Int32Array:
+        """int32 [n]: exactly this text; nothing is put before or behind it."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """The ids' whole text, special tokens included."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def text(self, token_ids: Int32Array) -> str:
         """The completion that a reward function sees: sampled ids without special tokens."""

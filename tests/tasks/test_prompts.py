@@ -13,12 +13,16 @@ class Characters:
 
     chat_template = "a template"
 
-    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize, return_dict):
-        assert tokenize and not return_dict
+    def apply_chat_template(self, conversation, *, tools, add_generation_prompt, tokenize):
+        assert tools is None and not tokenize
         if any(message["role"] == "tool" for message in conversation):
             raise TemplateError("no tools")
         text = "".join(f"{message['role']}:{message['content']}\n" for message in conversation)
-        return [ord(c) for c in text + ("assistant:" if add_generation_prompt else "")]
+        return text + ("assistant:" if add_generation_prompt else "")
+
+    def encode(self, text, *, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(c) for c in text]
 
     def decode(self, token_ids, *, skip_special_tokens):
         assert skip_special_tokens
