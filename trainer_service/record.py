@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
+import structlog
 from prometheus_client import Gauge
 
 from leeway.trajectory import Trajectory
+from trainer_service.algorithms.diagnostics import TokenSums, alerts
 from trajectory_queue.client import Batch
 
 if TYPE_CHECKING:
     from trainer_service.loop import Learned
+
+log = structlog.get_logger(__name__)
 
 _GAUGE = Gauge("leeway_trainer", "The newest value of a step's metric", ["metric"])
 
@@ -56,6 +61,10 @@ class Record:
         lengths = [t.response_length for t in trajectories]
         now = time.monotonic()
         elapsed, self._last_step = now - self._last_step, now
+        health = sum((objective.sums for objective in learned.objectives), TokenSums()).metrics()
+        outside = alerts(health)
+        for name, bound in outside.items():
+            log.warning("look at", metric=name, value=health[name], bound=tuple(bound))
         self._write(
             "step",
             step=version,
@@ -73,7 +82,8 @@ class Record:
             **{f"{part}_seconds": seconds for part, seconds in times.seconds.items()},
             grad_norm=learned.grad_norm,
             lr=learned.lr,
-            **learned.objectives[-1].metrics(),
+            **health,
+            alerts=sorted(outside),
             tasks=[group.task.task_id for group in batch.groups],
         )
         self._sample(version, batch)
@@ -115,13 +125,24 @@ def _staleness(trajectories: list[Trajectory], trainer_version: int) -> dict[str
     of_tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
     in_flight = [newest - oldest for oldest, newest in ranges]
     in_queue = [trainer_version - newest for _, newest in ranges]
+    trained = [own for own in tokens if own.size]
+    flights = [own - own.min() for own in trained]
+    waits = [np.full(own.size, own.min()) for own in trained]
     return {
         "staleness_mean": float(of_tokens.mean()) if of_tokens.size else 0.0,
         "staleness_max": int(of_tokens.max(initial=0)),
         "staleness_in_flight_mean": float(np.mean(in_flight)) if in_flight else 0.0,
         "staleness_in_queue_mean": float(np.mean(in_queue)) if in_queue else 0.0,
+        "staleness_in_flight_tokens": _histogram(flights),
+        "staleness_in_queue_tokens": _histogram(waits),
         "versions_in_batch": int(np.unique(of_tokens).size),
     }
+
+
+def _histogram(parts: list[npt.NDArray[np.int64]]) -> list[int]:
+    """How many tokens have 0, 1, 2, ... versions of a part."""
+    counts: list[int] = np.bincount(np.concatenate(parts)).tolist() if parts else []
+    return counts
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:

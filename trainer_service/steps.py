@@ -47,18 +47,23 @@ def plan_batch(
             )
         )
     if algorithm.needs_start(len(plans)):
-        plans = [scored(plan, backend, "proximal") for plan in plans]
+        plans = [with_start(plan, backend) for plan in plans]
     if algorithm.needs_reference:
-        plans = [scored(plan, backend, "reference") for plan in plans]
+        plans = [with_reference(plan, backend) for plan in plans]
     return plans
 
 
-def scored(plan: StepPlan, backend: Backend, name: str) -> StepPlan:
-    """The plan, its micro-batches with log-probabilities: `proximal`, those under the backend's
-    weights as they are now, or `reference`."""
-    logprobs = backend.logprobs(plan.microbatches, reference=name == "reference")
-    batches = zip(plan.microbatches, logprobs, strict=True)
-    return replace(plan, microbatches=tuple(replace(b, **{name: own}) for b, own in batches))
+def with_start(plan: StepPlan, backend: Backend) -> StepPlan:
+    """The plan, its micro-batches with the log-probabilities of the policy as it is now."""
+    scored = zip(plan.microbatches, backend.logprobs(plan.microbatches), strict=True)
+    return replace(plan, microbatches=tuple(replace(b, proximal=own) for b, own in scored))
+
+
+def with_reference(plan: StepPlan, backend: Backend) -> StepPlan:
+    """The plan, its micro-batches with the log-probabilities of the frozen reference."""
+    logprobs = backend.logprobs(plan.microbatches, reference=True)
+    scored = zip(plan.microbatches, logprobs, strict=True)
+    return replace(plan, microbatches=tuple(replace(b, reference=own) for b, own in scored))
 
 
 def _penalties(groups: Sequence[Group], trainer: TrainerConfig, backend: Backend) -> Float64Array:
@@ -66,5 +71,5 @@ def _penalties(groups: Sequence[Group], trainer: TrainerConfig, backend: Backend
     count = sum(len(group.trajectories) for group in groups)
     ones = np.ones(count)
     plan = pack(groups, ones, ones, trainer.microbatch_tokens, backend.spread)
-    batches = scored(plan, backend, "reference").microbatches
+    batches = with_reference(plan, backend).microbatches
     return reference_penalties(batches, trainer.algorithm.kl, count)

@@ -65,7 +65,8 @@ def turn_steps(
     if t.shape != r.shape or (t.size and t[0] != 0) or not np.isin(np.diff(t), (0, 1)).all():
         raise DataError(f"turns = {t.tolist()}: give one number a token, counting up from 0")
     first = np.flatnonzero(np.diff(t, prepend=-1))
-    return np.bincount(t, weights=r), np.asarray(values, dtype=np.float64)[first]
+    summed = np.bincount(t, weights=r).astype(np.float64)
+    return summed, np.asarray(values, dtype=np.float64)[first]
 
 
 def value_loss(

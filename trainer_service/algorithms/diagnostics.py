@@ -29,8 +29,8 @@ class Bound(NamedTuple):
 
 
 ALERTS: Mapping[str, Bound] = {
-    "effective_sample_size": Bound(0.5, 1.0),
-    "chi2_token": Bound(0.0, 1.0),
+    "effective_sample_size": Bound(0.5, 1.0 + 1e-6),
+    "chi2_token": Bound(-1.0, 1.0),
     "behaviour_weight_mean": Bound(0.5, 2.0),
     "cap_fraction": Bound(0.0, 0.05),
     "reject_fraction": Bound(0.0, 0.3),
@@ -40,7 +40,7 @@ ALERTS: Mapping[str, Bound] = {
     "entropy_mean": Bound(0.01, float("inf")),
     "poisoned_tokens": Bound(0.0, 0.0),
 }
-"""Outside of these a person should look; docs/learning.md says at what."""
+"""Outside of these a person should look; docs/metrics.md says at what."""
 
 
 def alerts(metrics: Mapping[str, float]) -> dict[str, Bound]:
