@@ -60,7 +60,7 @@ class Supervisor:
         path = str(config_path)
         self._children = [
             Child("queue", [*base, "queue", "serve", path]),
-            Child("trainer", [*base, "trainer", path]),
+            Child("trainer", [*_launcher(config.trainer.ranks), "trainer", path]),
             *(
                 Child(f"rollout-{index}", [*base, "rollout", path, "--node-id", f"node-{index}"])
                 for index in range(config.rollout.nodes)
@@ -180,6 +180,14 @@ def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -
             os.killpg(process.pid, number)
         elif process.returncode is None:
             process.send_signal(number)
+
+
+def _launcher(ranks: int) -> list[str]:
+    """What runs the command on so many ranks of this machine."""
+    if ranks == 1:
+        return [sys.executable, "-m", "leeway.cli"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(ranks), "-m", "leeway.cli"]
 
 
 def _environment(config: Config, redis_url: str) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Checkpoints: immutable generations, and a pointer to the newest whole one.
 
-    checkpoints/step-000012/   weights.safetensors   float32 masters
-                               optimizer.safetensors
-                               manifest.json         run, model, step, hash of every file, `extra`
-                checkpoints/LATEST                   "step-000012"
+    checkpoints/step-000012/   weights*.safetensors    float32 masters
+                               optimizer*.safetensors  a file of each for every rank that wrote
+                               manifest.json           run, model, step, hash of every file, `extra`
+                LATEST                                 "step-000012"
+                export -> export-000012                a model directory
 
 A generation is written under a temporary name, flushed to disk, renamed, and only then does LATEST
 point to it. What must hold, whenever the process is killed: LATEST names a whole generation, or
@@ -15,21 +16,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from leeway.errors import ConfigError, DataError
+from trainer_service.backends import lora
+from trainer_service.backends.files import WEIGHTS, TensorFiles
 
 LATEST = "LATEST"
 MANIFEST = "manifest.json"
-WEIGHTS_FILE = "weights.safetensors"
 EXPORTED_WEIGHTS = "model.safetensors"
 TEMPORARY = ".partial-"
 READ_BYTES = 16 << 20
@@ -72,7 +74,8 @@ class Checkpoints:
         """Makes `step` the newest generation, durably, and drops the oldest beyond those kept.
 
         Args:
-            write: Writes weights and optimizer into the directory it is given (`Backend.save`).
+            write: Writes weights and optimizer into the directory it is given (see
+                `Backend.snapshot`).
             extra: JSON values that must be as old as the weights.
             flush: Without, it survives the end of the process at once, but a crash of the machine
                 only when the system has written it back: for a process that is asked to end.
@@ -171,16 +174,29 @@ def model_hash(model_directory: Path) -> str:
     return digest.hexdigest()
 
 
-def export_hf(checkpoint: Path, model_directory: Path, out: Path) -> None:
+def export_hf(checkpoint: Path, model_directory: Path, out: Path, *, lora_alpha: float) -> None:
     """Writes a model directory that `AutoModelForCausalLM.from_pretrained` loads, in bf16.
 
     Args:
         checkpoint: A generation's directory.
         model_directory: The model that the run began with; its configuration, tokenizer and chat
             template are copied.
-        out: Replaced as a whole once everything is written.
+        out: Becomes a link to what is written, at once and never to less than a whole model.
+        lora_alpha: With which adapters, if any, are added to the weights.
     """
-    partial = out.with_name(f"{TEMPORARY}{out.name}")
+    target = out.with_name(f"{out.name}-{_step(checkpoint.name):06d}")
+    if not target.exists():
+        _write_model(checkpoint, model_directory, target, lora_alpha)
+    link = out.with_name(f"{TEMPORARY}{out.name}")
+    _remove(link)
+    link.symlink_to(target.name)
+    link.replace(out)
+    for path in set(out.parent.glob(f"{out.name}-*")) - {target}:
+        _remove(path)
+
+
+def _write_model(checkpoint: Path, model_directory: Path, target: Path, lora_alpha: float) -> None:
+    partial = target.with_name(f"{TEMPORARY}{target.name}")
     _remove(partial)
     partial.mkdir(parents=True)
     for path in model_directory.iterdir():
@@ -188,14 +204,30 @@ def export_hf(checkpoint: Path, model_directory: Path, out: Path) -> None:
             shutil.copyfile(path, partial / path.name)
     config = json.loads((partial / "config.json").read_text())
     (partial / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
-    with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as masters:
-        names = masters.keys()
-        weights = {name: masters.get_tensor(name).to(torch.bfloat16) for name in names}
+    weights = dict(_exported(checkpoint, model_directory, lora_alpha))
     save_file(weights, partial / EXPORTED_WEIGHTS, metadata={"format": "pt"})
     for path in (*partial.iterdir(), partial):
         _flush(path)
-    _remove(out)
-    partial.rename(out)
+    partial.rename(target)
+
+
+def _exported(
+    checkpoint: Path, model_directory: Path, lora_alpha: float
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, bf16) of all weights."""
+    masters = TensorFiles(checkpoint, WEIGHTS)
+    adapters = {lora.adapted(name): name for name in masters.names() if lora.adapted(name)}
+    if not adapters:
+        for name in masters.names():
+            yield name, masters.read(name).to(torch.bfloat16)
+        return
+    frozen = TensorFiles(model_directory)
+    for name in frozen.names():
+        weight = frozen.read(name)
+        if name in adapters:
+            a, b = (masters.read(half) for half in (adapters[name], lora.pair(adapters[name])))
+            weight = lora.merge(weight.to(torch.float32), a, b, lora_alpha)
+        yield name, weight.to(torch.bfloat16)
 
 
 def _name(step: int) -> str:
@@ -223,7 +255,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -11,7 +12,8 @@ from leeway import models, rpc
 from leeway.config import Config
 from leeway.tasks import Sampler, open_source
 from leeway.telemetry import Spans
-from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service import launch
+from trainer_service.backends.base import Backend
 from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 from trainer_service.loop import Trainer
@@ -21,22 +23,30 @@ from trajectory_queue.client import TrainerQueue
 
 
 async def serve(config: Config, *, stop: asyncio.Event) -> None:
-    """Trains until the run is finished or `stop` is set.
+    """Trains until the run is finished or `stop` is set; a rank that does not lead, until its
+    leader lets it go.
 
     Raises:
         ConfigError: the configuration, the data or the model cannot work.
         LeewayError: the queue or the broadcast stayed away, or a newer life has taken over.
     """
-    run = config.run.path
-    run.mkdir(parents=True, exist_ok=True)
     model = await asyncio.to_thread(models.resolve, config.model.path)
-    sampler = Sampler(await asyncio.to_thread(open_source, config), config)
     reference = None
     if config.trainer.algorithm.needs_reference:
         reference = await asyncio.to_thread(
             models.resolve, config.trainer.reference or config.model.path
         )
-    backend = await asyncio.to_thread(TorchBackend, model, config.trainer, reference=reference)
+    with ExitStack() as stack:
+        opening = launch.backend(config.trainer, model, reference)
+        backend = await asyncio.to_thread(stack.enter_context, opening)
+        if backend is not None:
+            await _lead(config, model, backend, stop)
+
+
+async def _lead(config: Config, model: Path, backend: Backend, stop: asyncio.Event) -> None:
+    run = config.run.path
+    run.mkdir(parents=True, exist_ok=True)
+    sampler = Sampler(await asyncio.to_thread(open_source, config), config)
     checkpoints = Checkpoints(
         run / "checkpoints",
         run_id=config.run.name,
@@ -67,7 +77,13 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
         await trainer.run(stop)
         newest = checkpoints.latest()
         if newest is not None and not stop.is_set():
-            await asyncio.to_thread(export_hf, newest.path, model, run / "checkpoints" / "export")
+            await asyncio.to_thread(
+                export_hf,
+                newest.path,
+                model,
+                run / "checkpoints" / "export",
+                lora_alpha=config.trainer.lora_alpha,
+            )
     finally:
         record.close()
         spans.close()

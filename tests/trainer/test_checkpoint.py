@@ -183,7 +183,8 @@ def test_the_export_loads_as_a_hugging_face_model(family: str, tmp_path: Path) -
     saved = checkpoints(tmp_path / "run").save(2, backend.save)
     out = tmp_path / "export"
     for _ in range(2):
-        export_hf(saved.path, model, out)
+        export_hf(saved.path, model, out, lora_alpha=32)
+    assert out.is_symlink() and names(tmp_path) == ["export", "export-000002", "model", "run"]
     assert names(out) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"
     ]  # fmt: skip

@@ -218,6 +218,12 @@ class TorchBackend(RankBackend):
             return None
         plain = self._config.model_copy(update={"lora_rank": 0, "activation_checkpointing": False})
         scores = TorchModel(directory, plain, device)
+        own, other = (m.model.config.vocab_size for m in (self._scores, scores))
+        if own != other:
+            raise ConfigError(
+                f"trainer.reference = {str(directory)!r}: it knows {other} tokens, the policy "
+                f"{own}; use a model with the same tokenizer"
+            )
         for parameter in scores.parameters():
             parameter.requires_grad = False
             if self._precision == "bf16":

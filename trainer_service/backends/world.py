@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from leeway.errors import DeadlineError
@@ -101,7 +101,10 @@ def join(layout: Layout, patience: float) -> Iterator[World]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE))
+    store: Store = HashStore()
+    rank, size = 0, 1
+    if ranks() > 1:
+        store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE))
     leader = size - size // layout.pp
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
