@@ -19,6 +19,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -105,6 +106,7 @@ class Trainer:
         self._checked_engine = False
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
+        self._writing: asyncio.Task[None] | None = None
         # Held while the optimizer changes weights, and for good once the process stops.
         self._gate = threading.Lock()
         # Whether weights have changed since `_position.version`.
@@ -128,6 +130,7 @@ class Trainer:
                 await self._checkpoint_at_stop()
             else:
                 await self._checkpoint()
+                await self._written()
                 await self._queue.drain()
 
     async def _step(self) -> None:
@@ -149,6 +152,8 @@ class Trainer:
         self._record.step(self._position.version, batch, learned, times)
         if self._position.version % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
+        elif self._writing is not None and self._writing.done():
+            await self._written()
 
     # Learning: in the compute thread -------------------------------------------------------------
 
@@ -270,20 +275,35 @@ class Trainer:
         await self._compute(hand_over)
 
     async def _checkpoint(self) -> None:
+        """Copies the state; it is written while training goes on, one generation at a time."""
         version = self._position.version
         if self._saved_version == version:
             return
         self._position.sampler = self._sampler.state()
         extra = asdict(self._position)
         with self._spans.span("checkpoint"):
-            await self._compute(self._checkpoints.save, version, self._backend.save, extra)
+            await self._written()
+            write = await self._compute(self._backend.snapshot)
         self._saved_version = version
+        self._writing = asyncio.create_task(self._write(version, write, extra))
+
+    async def _write(
+        self, version: int, write: Callable[[Path], None], extra: dict[str, Any]
+    ) -> None:
+        await asyncio.to_thread(self._checkpoints.save, version, write, extra)
         await self._queue.checkpointed(version)
+
+    async def _written(self) -> None:
+        """The last checkpoint is durable, or has failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
 
     async def _checkpoint_at_stop(self) -> None:
         """Saves while the compute thread may be in the middle of a gradient that nobody needs."""
         log.info("stopping", version=self._position.version)
         await asyncio.to_thread(self._gate.acquire)
+        await self._written()
         if self._changed:
             # Between two versions: the last checkpoint stands, and the queue gives the rest back.
             return
