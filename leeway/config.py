@@ -204,6 +204,8 @@ class TrainerConfig(Section):
     training begins with."""
     backend: Literal["torch", "megatron"] = "torch"
     """`torch`: any Hugging Face model, FSDP2 over several ranks. `megatron`: see docs/backends.md."""
+    ranks: PositiveInt = 1
+    """Processes that `leeway up` starts the trainer as, by torchrun; elsewhere torchrun says it."""
     layout: str = ""
     """How the model lies over the ranks that torchrun starts, e.g. tp=2,pp=2,dp=1; by default dp."""
     activation_checkpointing: bool = False
