@@ -128,9 +128,9 @@ class HostCopy:
         self._hold(tensors, {r.name: r.digest for r in manifest.records}, manifest.digest)
 
     def _move(self, name: str, change: Change) -> None:
-        before = self._moved.pop(name, None)
-        if before is not None and change.positions is not None:
-            self._moved[name] = np.union1d(before, change.positions)
+        before, now = self._moved.pop(name, None), change.positions
+        if before is not None and now is not None:
+            self._moved[name] = np.union1d(before, now) if before.size else now
 
     def _check_base(self, record: Record) -> None:
         """Before anything is touched: does the change fit the tensor held?"""

@@ -8,14 +8,18 @@ import signal
 
 import numpy as np
 import pytest
+import structlog
 from support import DEADLINE, Trainer, publish, publisher, same
 
 from benchmarks.fleet import OPEN, MemoryEngine, node
 from leeway.deltas import Tensor
 from leeway.errors import LeewayError
+from leeway.v1 import weights_pb2 as pb
 from rollout_service.engines.base import CanaryError
 from trainer_service.weight_broadcast import WeightPublisher
 from trainer_service.weight_broadcast.listing import list_nodes
+from trainer_service.weight_broadcast.nodes import Nodes
+from trainer_service.weight_broadcast.tree import RelayTree
 
 
 async def test_a_node_that_loaded_the_same_weights_fetches_nothing() -> None:
@@ -217,3 +221,18 @@ async def test_the_listing_says_who_has_what() -> None:
             async with asyncio.timeout(DEADLINE):
                 while not await applied():
                     await asyncio.sleep(0.01)
+
+
+def test_a_node_that_falls_behind_is_an_alarm_once() -> None:
+    nodes = Nodes(RelayTree(4), most_behind=3)
+    for name in ("far", "near"):
+        nodes.subscribed(pb.SubscribeRequest(node_id=name, have_version=1))
+    nodes.unsubscribed(nodes.subscribed(pb.SubscribeRequest(node_id="gone", have_version=1)))
+    nodes.reported(pb.ReportRequest(node_id="near", version=5, state=pb.NODE_STATE_APPLIED))
+    with structlog.testing.capture_logs() as logs:
+        counts = [nodes.lagging(newest) for newest in (4, 5, 8, 9)]
+    assert counts == [0, 1, 1, 2]
+    assert [(line["event"], line["node"]) for line in logs] == [
+        ("a node lags", "far"),
+        ("a node lags", "near"),
+    ]

@@ -2,21 +2,19 @@
 
 In: one line of JSON a message, the `Setup` first, then snapshots. Out: the address that it serves
 on, then for each snapshot its version, once announced, and the slots that are free again, and
-metrics. It ends when its input does, or its parent.
+metrics. It ends when its input does, or its parent, whose process id is its argument.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import os
-import signal
 import sys
 from typing import Any
 
 from leeway import rpc, telemetry
 from leeway.config import SecurityConfig, TelemetryConfig, WeightsConfig
+from leeway.orphans import end_with_parent
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
 from trainer_service.weight_broadcast.nodes import Nodes
@@ -25,14 +23,13 @@ from trainer_service.weight_broadcast.snapshots import SlotReader, Snapshot
 from trainer_service.weight_broadcast.store import PolicyStore
 from trainer_service.weight_broadcast.tree import RelayTree
 
-_PR_SET_PDEATHSIG = 1
 _METRICS_SECONDS = 2.0
 # A line describes every tensor of a policy.
 _LONGEST_LINE = 64 << 20
 
 
 async def main() -> None:
-    _die_with_parent()
+    end_with_parent(int(sys.argv[1]))
     lines = await _stdin()
     setup = json.loads(await lines.readline())
     weights = WeightsConfig.model_validate(setup["weights"])
@@ -46,7 +43,7 @@ async def main() -> None:
         kept_versions=weights.kept_versions,
         anchor_every=weights.anchor_every,
     )
-    nodes = Nodes(RelayTree(weights.relay_fanout))
+    nodes = Nodes(RelayTree(weights.relay_fanout), weights.kept_versions)
     service = BroadcastService(store, nodes, weights.chunk_bytes)
 
     async def add(server: rpc.Server) -> None:
@@ -68,15 +65,6 @@ async def _say_metrics(service: BroadcastService) -> None:
     while True:
         await asyncio.sleep(_METRICS_SECONDS)
         _say(metrics=service.metrics())
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel ends this process with its parent; elsewhere the end of input does."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the parent is gone")
 
 
 async def _stdin() -> asyncio.StreamReader:

@@ -7,8 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from leeway.v1 import weights_pb2 as pb
 from trainer_service.weight_broadcast.tree import RelayTree
+
+log = structlog.get_logger(__name__)
 
 # A node that has been away for so long is forgotten.
 _FORGOTTEN_AFTER_SECONDS = 3600.0
@@ -21,13 +25,21 @@ class Node:
     report: pb.ReportRequest
     since: float
     subscriptions: int = 0
+    alarmed: bool = False
 
 
 class Nodes:
-    """The registry; a node is live while it is subscribed."""
+    """The registry; a node is live while it is subscribed.
 
-    def __init__(self, tree: RelayTree, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        most_behind: A live node that lags by more versions is an alarm.
+    """
+
+    def __init__(
+        self, tree: RelayTree, most_behind: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._tree = tree
+        self._most_behind = most_behind
         self._clock = clock
         self._nodes: dict[str, Node] = {}
 
@@ -69,6 +81,24 @@ class Nodes:
     def lags(self, newest: int) -> list[int]:
         """By how many versions each live node is behind."""
         return [newest - n.report.version for n in self._nodes.values() if n.subscriptions]
+
+    def lagging(self, newest: int) -> int:
+        """How many live nodes are too far behind; says so, once each time that one falls there."""
+        count = 0
+        for node in self._nodes.values():
+            lag = newest - node.report.version
+            alarmed = node.subscriptions > 0 and lag > self._most_behind
+            if alarmed and not node.alarmed:
+                log.warning(
+                    "a node lags",
+                    node=node.node_id,
+                    versions=lag,
+                    state=pb.NodeState.Name(node.report.state),
+                    seconds_ago=round(self._clock() - node.since),
+                )
+            node.alarmed = alarmed
+            count += alarmed
+        return count
 
     def rows(self) -> list[pb.NodeWeights]:
         now = self._clock()

@@ -43,6 +43,9 @@ _GAUGES = {
     "lag_versions_max": Gauge(
         "leeway_weights_lag_versions_max", "Versions by which the last subscribed node is behind"
     ),
+    "lagging_nodes": Gauge(
+        "leeway_weights_lagging_nodes", "Subscribed nodes behind by more than weights.kept_versions"
+    ),
     "served_bytes": Gauge("leeway_weights_served_bytes", "Payload bytes sent by this process"),
 }
 _SNAPSHOT_SECONDS = Histogram(
@@ -94,7 +97,7 @@ class WeightPublisher:
         self._last_version: int | None = None
         self._failure: str | None = None
         self._closed = False
-        # The process dies with the thread that started it (PR_SET_PDEATHSIG), so that this thread
+        # The process dies with the thread that started it (`end_with_parent`), so that this thread
         # starts it and outlives it.
         self._thread = threading.Thread(
             target=self._supervise, name="weight-publisher", daemon=True
@@ -240,7 +243,7 @@ class WeightPublisher:
                 return 0
             # In a session of its own an interrupt from the terminal reaches only the trainer.
             child = self._child = subprocess.Popen(
-                [sys.executable, "-m", "trainer_service.weight_broadcast"],
+                [sys.executable, "-m", "trainer_service.weight_broadcast", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=self._slots,

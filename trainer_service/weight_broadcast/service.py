@@ -63,6 +63,7 @@ class BroadcastService(pb_grpc.WeightBroadcastServicer):
         return self._metrics | {
             "nodes": len(lags),
             "lag_versions_max": max(lags, default=0),
+            "lagging_nodes": self._nodes.lagging(newest.version) if newest is not None else 0,
             "served_bytes": self._served_bytes,
         }
 
