@@ -1,6 +1,6 @@
 """Policies on their way: bytes against entropy, speed against memory copies, pauses, a fleet.
 
-    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/weights.py [--versions 100]
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m benchmarks.weights [--versions 100]
     [--short]
 
 SmolLM2-135M-Instruct, one thread, CPU-seconds unless said otherwise. The updates are real:
@@ -10,7 +10,8 @@ float32 masters, rounded to bf16. Gradients are computed once and used in turn.
 bytes_ratio_LR: Payload and manifest of a version, as a share of the full weights; mean.
 entropy_ratio_LR: The same, over the entropy of positions (each tensor with its own density) and
     value differences (order 0) of the same versions.
-identical: Every node's tensors equal the trainer's after all versions, by hash.
+identical: Every node's tensors equal the trainer's after all versions (a fifth of them at 1e-5), by
+    hash.
 encode_vs_memcpy, apply_vs_memcpy: Full size over the time to find no change, and to decode, apply
     and verify a real delta (lr 1e-6), as a share of a memory copy's speed. cpu_seconds_1e-6:
     Publish, encode, hash, send, receive, verify, apply: all processes, per version.
@@ -39,11 +40,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
-from fleet import OPEN, Fleet, Gate, MemoryEngine, node, publisher, serving
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.common import finish
+from benchmarks.fleet import OPEN, Fleet, Gate, MemoryEngine, node, publisher, serving
 from leeway import deltas, models, rpc, telemetry
 from leeway.config import TelemetryConfig, TrainerConfig, UpdateMode, WeightsConfig
 from leeway.deltas import Encoding, Tensor
@@ -385,9 +386,9 @@ async def main() -> None:
     text = CanaryText(directory, WeightsConfig())
     scoring = scoring_seconds(directory, text)
     grads, seconds = gradients(load(), tokenizer, 2 if arguments.short else 3)
-    for lr, key in ((1e-6, "1e6"), (1e-5, "1e5")):
+    for lr, key, times in ((1e-6, "1e6", count), (1e-5, "1e5", max(1, count // 5))):
         model = load()
-        result = await whole_way(model, grads, lr, count)
+        result = await whole_way(model, grads, lr, times)
         figures[f"bytes_ratio_{key}"] = result["bytes_ratio"]
         figures[f"entropy_ratio_{key}"] = result["entropy_ratio"]
         figures[f"cpu_seconds_{key}"] = result["cpu"]
