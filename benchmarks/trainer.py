@@ -10,7 +10,9 @@ ratio_to_padded: Groups of 8 with log-normal answer lengths, the longest 5 times
     group's prompt is as long as its mean answer. Tokens are random, so that nothing but the prompts
     is shared. The plain side is what a simple GRPO does: rows padded to the longest, logits and
     log_softmax at all positions, `clip_grad_norm_`, `torch.optim.AdamW`; four rows at a time. It
-    takes 8 GB.
+    takes 8 GB, Megatron another 3.
+megatron_vs_torch: CPU-seconds of the Megatron backend's step over the torch backend's, on the same
+    packed batches.
 small_step_cpu_s: CPU-seconds of our step on 4 groups x 4 answers of 32 tokens, prompts of 60.
 """
 
@@ -29,11 +31,16 @@ from transformers import AutoModelForCausalLM
 
 from leeway import models
 from leeway.config import AlgorithmConfig, TrainerConfig
+from leeway.process import keep_freed_memory
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
+from trainer_service.backends.base import Backend
+from trainer_service.backends.layout import Layout
+from trainer_service.backends.megatron.backend import MegatronBackend
 from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.backends.world import join
 
 CONFIG = TrainerConfig(lr=1e-6, microbatch_tokens=2048)
 ALGORITHM = AlgorithmConfig()
@@ -85,7 +92,7 @@ def ragged_groups(rng: np.random.Generator, count: int) -> list[Group]:
     ]
 
 
-def leeway_step(backend: TorchBackend, groups: Sequence[Group]) -> None:
+def leeway_step(backend: Backend, groups: Sequence[Group]) -> None:
     plan = plan_step(
         groups,
         ALGORITHM,
@@ -144,34 +151,53 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     rng = np.random.default_rng(arguments.seed)
-    model = models.resolve(arguments.model)
     groups = ragged_groups(rng, 2 if arguments.short else 4)
     small = [group(rng, number, [32] * 4, 60) for number in range(4)]
-    tokens = sum(t.trained_tokens for g in groups for t in g.trajectories)
-    backend, padded = TorchBackend(model, CONFIG), PaddedTrainer(model)
-    sides: dict[str, Callable[[], None]] = {
-        "packed": lambda: leeway_step(backend, groups),
-        "padded": lambda: padded.step(groups),
-        "small": lambda: leeway_step(backend, small),
-    }
+    with join(Layout(), patience=60.0) as world:
+        model = models.resolve(arguments.model)
+        backend, padded = TorchBackend(model, CONFIG), PaddedTrainer(model)
+        megatron = MegatronBackend(model, CONFIG, world=world)
+        seconds = measure(
+            {
+                "packed": lambda: leeway_step(backend, groups),
+                "megatron": lambda: leeway_step(megatron, groups),
+                "padded": lambda: padded.step(groups),
+                "small": lambda: leeway_step(backend, small),
+            },
+            repeats=1 if arguments.short else 3,
+        )
+    report(arguments.seed, groups, seconds)
+
+
+def measure(sides: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """CPU-seconds of each side; the sides run in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     # The first round allocates optimizer state and warms the allocator; it does not count.
-    for repeat in range(2 if arguments.short else 4):
+    for repeat in range(1 + repeats):
         for name, step in sides.items():
             spent = cpu_seconds(step)
             print(f"{name} {repeat}: {spent:.2f} CPU-s", flush=True)
             if repeat:
                 seconds[name].append(spent)
+    return seconds
+
+
+def report(seed: int, groups: Sequence[Group], seconds: dict[str, list[float]]) -> None:
+    tokens = sum(t.trained_tokens for g in groups for t in g.trajectories)
     ratios = [b / a for a, b in zip(seconds["packed"], seconds["padded"], strict=True)]
+    megatron = [b / a for a, b in zip(seconds["packed"], seconds["megatron"], strict=True)]
     finish(
-        arguments.seed,
+        seed,
+        megatron_vs_torch=round(statistics.median(megatron), 3),
         ratio_to_padded=round(statistics.median(ratios), 2),
         packed_tokens_per_cpu_s=round(tokens / statistics.median(seconds["packed"]), 1),
         padded_tokens_per_cpu_s=round(tokens / statistics.median(seconds["padded"]), 1),
         small_step_cpu_s=round(statistics.median(seconds["small"]), 2),
         trained_tokens=tokens,
         spread={
+            "megatron_vs_torch": [round(min(megatron), 3), round(max(megatron), 3)],
             "ratio_to_padded": [round(min(ratios), 2), round(max(ratios), 2)],
             "small_step_cpu_s": [round(min(seconds["small"]), 2), round(max(seconds["small"]), 2)],
         },

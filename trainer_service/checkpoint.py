@@ -225,7 +225,9 @@ def _exported(
     for name in frozen.names():
         weight = frozen.read(name)
         if name in adapters:
-            a, b = (masters.read(half) for half in (adapters[name], lora.pair(adapters[name])))
+            # Rounded first, as the policy that was published.
+            halves = (adapters[name], lora.pair(adapters[name]))
+            a, b = (masters.read(half).to(torch.bfloat16).to(torch.float32) for half in halves)
             weight = lora.merge(weight.to(torch.float32), a, b, lora_alpha)
         yield name, weight.to(torch.bfloat16)
 

@@ -66,7 +66,10 @@ def encode(batches: Sequence[Inputs]) -> bytes:
     arrays = {"count": np.array([len(batches)], dtype=np.int64)}
     for index, batch in enumerate(batches):
         arrays[f"segments.{index}"] = np.array(batch.segments, dtype=np.int64)
-        arrays |= {f"{name}.{index}": getattr(batch, name) for name in _ARRAYS}
+        # safetensors writes a strided array's memory as if it were contiguous.
+        arrays |= {
+            f"{name}.{index}": np.ascontiguousarray(getattr(batch, name)) for name in _ARRAYS
+        }
     return save(arrays)
 
 

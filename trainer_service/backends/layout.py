@@ -102,7 +102,7 @@ class Layout:
             ("pp", self.pp, "layers", model.layers),
             ("ep", self.ep, "experts", model.experts),
         ):
-            if size % parts or (parts > 1 and not size):
+            if size % parts or (name == "ep" and parts > 1 and not size):
                 raise ConfigError(
                     f"trainer.layout: {name} = {parts} does not divide the model's {size} {what}; "
                     "use a divisor"

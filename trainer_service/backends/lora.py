@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor, nn
 
 from leeway.config import TrainerConfig
@@ -21,6 +22,8 @@ _A, _B = ".lora_A.default.", ".lora_B.default."
 def add_adapters(model: nn.Module, config: TrainerConfig) -> None:
     """To all linear layers but the head, in place; everything else is frozen.
 
+    Every life begins with the same ones.
+
     Raises:
         ConfigError: peft is not installed.
     """
@@ -31,15 +34,15 @@ def add_adapters(model: nn.Module, config: TrainerConfig) -> None:
             f"trainer.lora_rank = {config.lora_rank}: adapters are peft's; install leeway[lora]"
         ) from error
 
-    inject_adapter_in_model(
-        LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        ),
-        model,
+    adapters = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.random.manual_seed(0)
+        inject_adapter_in_model(adapters, model)
 
 
 def is_adapter(name: str) -> bool:

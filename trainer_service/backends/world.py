@@ -9,6 +9,7 @@ What must hold: only the leader decides; the others wait for its next command, a
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from trainer_service.backends.layout import Layout
 COLLECTIVE = timedelta(minutes=15)
 """Ranks in the same operation differ by a micro-batch at most."""
 _POLL_SECONDS = 0.02
+_worlds = itertools.count()
+"""One after the other they share torchrun's store; all ranks count alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +109,10 @@ def join(layout: Layout, patience: float) -> Iterator[World]:
     if ranks() > 1:
         store, rank, size = next(rendezvous("env://", timeout=COLLECTIVE))
     leader = size - size // layout.pp
+    number = next(_worlds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("groups", store),
+        store=PrefixStore(f"groups/{number}", store),
         rank=(rank + leader) % size,
         world_size=size,
         timeout=COLLECTIVE,
@@ -116,6 +120,8 @@ def join(layout: Layout, patience: float) -> Iterator[World]:
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
         assert isinstance(control, dist.ProcessGroup)
-        yield World(rank, size, layout, device, leader, control, PrefixStore("notes", store))
+        yield World(
+            rank, size, layout, device, leader, control, PrefixStore(f"notes/{number}", store)
+        )
     finally:
         dist.destroy_process_group()
