@@ -71,6 +71,7 @@ def run_leeway(config: Config, directory: Path) -> list[dict[str, Any]]:
     while process.poll() is None:
         cpu = clock.read()
         rows = metrics_rows(config.run.path / "metrics.jsonl")
+        rows = [row for row in rows if row["kind"] == "step"]
         points += [{"cpu": cpu, "reward": row["reward_mean"]} for row in rows[len(points) :]]
         time.sleep(0.05)
     if process.returncode:
@@ -171,7 +172,7 @@ async def heldout_reward(model: Path, config: Config) -> float:
     from leeway.tasks import Sampler, open_source
     from rollout_service.engines.base import GenerateRequest
     from rollout_service.engines.torch_engine import TorchEngine
-    from rollout_service.node import sample_seed
+    from rollout_service.workflows.base import sample_seed
     from rollout_service.prompts import Renderer
     from rollout_service.rewards.pool import DEFAULT_REWARD
     from rollout_service.rewards.worker import Reward

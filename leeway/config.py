@@ -71,7 +71,8 @@ class ExampleConfig(Section):
 
 
 class TaskConfig(Section):
-    """Where prompts come from and how answers are scored. Give exactly one source."""
+    """Where prompts come from and how answers are scored. Give exactly one source, and at most one
+    of `reward`, `environment` and `agent`."""
 
     reasoning_gym: ReasoningGymConfig | None = None
     jsonl: Path | None = None
@@ -93,6 +94,23 @@ class TaskConfig(Section):
     reward_seconds: PositiveFloat = 10.0
     """Deadline of one reward call; the process that misses it is killed."""
     reward_processes: PositiveInt = 1
+    environment: str | None = None
+    """`module:Class` or `path/to/file.py:Class`, with `reset(**columns)` and tools or
+    `step(action)`."""
+    environment_seconds: PositiveFloat = 60.0
+    """Deadline of one of its calls; the process that misses it is killed."""
+    environment_processes: PositiveInt = 64
+    """Episodes at once: each has a process of its own."""
+    environment_turns: PositiveInt = 16
+    """Most answers of the model in an episode."""
+    agent: str | tuple[str, ...] | None = None
+    """`module:function` or `path/to/file.py:function`, an `async def run(task, session)`; or a
+    command line, started for each session; or "external": programs that run elsewhere open
+    sessions."""
+    session_seconds: PositiveFloat = 600.0
+    """Deadline of one session of an environment or agent."""
+    memory_bytes: PositiveInt = 4 << 30
+    """What each process with a reward, environment or agent function may have of its own."""
     heldout: NonNegativeInt = 0
     """So many problems are kept out of training and scored before and after."""
 
@@ -100,8 +118,15 @@ class TaskConfig(Section):
     def _one_source(self) -> TaskConfig:
         if (self.reasoning_gym is None) == (self.jsonl is None):
             raise ValueError("give exactly one source: task.reasoning_gym or task.jsonl")
-        if self.jsonl is not None and self.reward is None:
-            raise ValueError("task.jsonl needs task.reward, e.g. my_rewards.py:reward")
+        ways = [self.reward, self.environment, self.agent]
+        given = sum(way is not None for way in ways)
+        if given > 1:
+            raise ValueError("give one of task.reward, task.environment and task.agent")
+        if self.jsonl is not None and given == 0:
+            raise ValueError(
+                "task.jsonl needs task.reward, e.g. my_rewards.py:reward, or task.environment or "
+                "task.agent"
+            )
         return self
 
 
@@ -169,15 +194,25 @@ class UpdateMode(StrEnum):
     DRAIN = "drain"
 
 
+class GatewayConfig(Section):
+    """The HTTP server that agents use; it runs on nodes whose tasks have an agent."""
+
+    address: str = LOOPBACK_ANY_PORT
+    """host:port it binds."""
+    max_requests: PositiveInt = 1024
+    """So many answers may be under way at once; beyond, it answers 429."""
+
+
 class RolloutConfig(Section):
     nodes: PositiveInt = 1
     """How many nodes `leeway up` starts."""
     concurrency: PositiveInt = 64
-    """Sequences that a node generates at once."""
+    """Sequences that a node generates at once, or sessions that it has open."""
     update_mode: UpdateMode = UpdateMode.IN_PLACE
     heartbeat_seconds: PositiveFloat = 5.0
     drain_seconds: PositiveFloat = 3.0
     """After SIGTERM a node returns its partial generations within this time."""
+    gateway: GatewayConfig = GatewayConfig()
 
 
 class TrainerConfig(Section):

@@ -17,10 +17,9 @@ from leeway.config import Config
 from leeway.telemetry import Spans
 from rollout_service.engines.torch_engine import TorchEngine
 from rollout_service.node import RolloutNode
-from rollout_service.prompts import Renderer
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.relay import relaying
-from rollout_service.rewards import RewardPool
+from rollout_service.workflows.choose import open_workflow
 from trajectory_queue.client import RolloutQueue
 
 
@@ -32,6 +31,10 @@ def _tensors(model: Path) -> dict[str, npt.NDArray[Any]]:
             bits = tensor.to(torch.bfloat16).view(torch.int16)
             tensors[name] = bits.numpy().view(np.uint16)
     return tensors
+
+
+def _tokenizer(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
 
 
 async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
@@ -48,11 +51,7 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
         concurrency=config.rollout.concurrency,
         context=config.model.context,
     )
-    renderer = Renderer(
-        await asyncio.to_thread(AutoTokenizer.from_pretrained, model),
-        engine.context_length,
-        config.sampling.max_new_tokens,
-    )
+    tokenizer = await asyncio.to_thread(_tokenizer, model)
     spans = Spans(config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None)
     queue_address, largest = config.queue.address, config.queue.max_message_bytes
     try:
@@ -60,7 +59,7 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
             rpc.connect(queue_address, config.security, largest) as queue_channel,
             rpc.connect(config.weights.address, config.security) as weights_channel,
             relaying(config.weights, config.security) as relay,
-            RewardPool.of(config.task) as rewards,
+            open_workflow(config, engine, tokenizer, node_id) as workflow,
         ):
             receiver = PolicyReceiver(
                 weights_channel,
@@ -78,8 +77,7 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
                 engine,
                 RolloutQueue(queue_channel, node_id),
                 receiver,
-                rewards,
-                renderer,
+                workflow,
                 spans,
             )
             await node.run(stop)

@@ -1,6 +1,6 @@
-"""The rollout node: lease, generate, score, push.
+"""The rollout node: lease, roll out, push.
 
-One node runs supervised loops: it leases tasks while the engine has room, rolls each lease out,
+One node runs supervised loops: it leases tasks while there is room, has its workflow roll them out,
 keeps its leases alive with heartbeats, and receives new policies. A failure of one trajectory costs
 its group one attempt and nothing else; a failure of a loop ends the node with its reason.
 
@@ -16,19 +16,23 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import structlog
-import xxhash
 
 from leeway.config import Config
-from leeway.errors import DataError, EngineError, InfrastructureError, LeewayError, RewardError
+from leeway.errors import InfrastructureError
 from leeway.telemetry import Spans, Waits
-from leeway.trajectory import FinishReason, Int32Array, Task, Trajectory
-from rollout_service.engines.base import Engine, GenerateRequest, Generation
-from rollout_service.prompts import Renderer
+from leeway.trajectory import Trajectory
+from rollout_service.engines.base import Engine
 from rollout_service.receiver import PolicyReceiver
-from rollout_service.rewards import RewardPool
-from trajectory_queue.client import FailureKind, Lease, RolloutQueue
+from rollout_service.workflows.base import (
+    Event,
+    Failed,
+    Generated,
+    Interrupted,
+    Sample,
+    Workflow,
+)
+from trajectory_queue.client import Lease, RolloutQueue
 
 log = structlog.get_logger(__name__)
 
@@ -41,15 +45,15 @@ class _Running:
     """A lease that this node is rolling out."""
 
     lease: Lease
-    prompt: Int32Array
-    open: dict[str, int] = field(default_factory=dict)
-    """Index of every sample that is not finished, by its request's id."""
+    open: dict[str, Sample] = field(default_factory=dict)
+    """Every sample that has not ended, by its id."""
     partials: list[Trajectory] = field(default_factory=list)
     interrupted: bool = False
     """Some of its samples were aborted: it must be given back."""
     ended: bool = False
     """Failed, lost or returned: what still arrives for it is dropped."""
     tokens: int = 0
+    """Of the samples that have ended."""
 
 
 class RolloutNode:
@@ -62,8 +66,7 @@ class RolloutNode:
         engine: Engine,
         queue: RolloutQueue,
         receiver: PolicyReceiver,
-        rewards: RewardPool,
-        renderer: Renderer,
+        workflow: Workflow,
         spans: Spans,
     ) -> None:
         self._config = config
@@ -71,11 +74,11 @@ class RolloutNode:
         self._engine = engine
         self._queue = queue
         self._receiver = receiver
-        self._rewards = rewards
-        self._renderer = renderer
+        self._workflow = workflow
         self._spans = spans
         self._waits = Waits()
         self._running: dict[str, _Running] = {}
+        self._owners: dict[str, _Running] = {}
         self._unfinished = 0
         self._busy_since: float | None = None
         self._changed = asyncio.Event()
@@ -142,32 +145,19 @@ class RolloutNode:
     # Rolling out --------------------------------------------------------------------------------
 
     async def _roll_out(self, leases: Sequence[Lease]) -> None:
-        """Rolls the leases out as one submission to the engine; scores and pushes each sample."""
+        """Rolls the leases out as one call of the workflow; pushes each sample as it ends."""
         if not await self._hold_version(leases):
             return
-        requests: list[GenerateRequest] = []
-        owner: dict[str, _Running] = {}
+        samples: list[Sample] = []
         for lease in leases:
-            try:
-                prompt = self._renderer.render(lease.task.messages)
-                running = _Running(lease, prompt)
-                new = self._requests(running)
-                for request in new:
-                    self._engine.check(request)
-            except (DataError, EngineError) as error:
-                log.warning("task refused", task=lease.task.task_id, reason=str(error))
-                await self._queue.fail(lease.lease_id, FailureKind.DATA, str(error))
-                continue
+            running = _Running(lease)
             self._running[lease.lease_id] = running
-            requests.extend(new)
-        owner = {
-            request_id: running for running in self._running.values() for request_id in running.open
-        }
-        self._count(len(requests))
-        async with asyncio.TaskGroup() as finishing:
-            async for generation in self._engine.generate(requests):
-                self._count(-1)
-                finishing.create_task(self._finish(owner[generation.request_id], generation))
+            for sample in _samples(lease):
+                running.open[sample.sample_id] = sample
+                self._owners[sample.sample_id] = running
+                samples.append(sample)
+        self._count(len(samples))
+        await self._workflow.run(samples, self._take)
 
     async def _hold_version(self, leases: Sequence[Lease]) -> bool:
         """Waits for the version that the tasks ask for; gives the leases back if it is late."""
@@ -183,88 +173,44 @@ class RolloutNode:
             return False
         return True
 
-    def _requests(self, running: _Running) -> list[GenerateRequest]:
-        task = running.lease.task
-        partials = {partial.index: partial for partial in running.lease.partials}
-        requests = []
-        for index in range(task.group_size):
-            if index in running.lease.done:
-                continue
-            request_id = f"{running.lease.lease_id}/{index}"
-            running.open[request_id] = index
-            resume = partials.get(index)
-            requests.append(
-                GenerateRequest(
-                    request_id=request_id,
-                    prompt=running.prompt,
-                    sampling=task.sampling,
-                    seed=sample_seed(task, index),
-                    resume=_generation_of(resume, request_id) if resume is not None else None,
-                )
-            )
-        return requests
-
-    async def _finish(self, running: _Running, generation: Generation) -> None:
-        """Scores and pushes one sample; a failure ends the attempt of its whole group."""
-        index = running.open.pop(generation.request_id)
-        lease = running.lease
+    async def _take(self, event: Event) -> None:
+        """What became of a sample; a failure ends the attempt of its whole group."""
+        name = event.sample.sample_id
+        running = self._owners[name]
+        if isinstance(event, Generated):
+            self._count(-1)
+            return
         try:
-            if running.ended:
-                return
-            trajectory = self._trajectory(running, index, generation)
-            if generation.finish_reason is FinishReason.UNFINISHED:
+            if isinstance(event, Failed):
+                await self._give_up(running, event)
+            elif isinstance(event, Interrupted):
                 running.interrupted = True
-                if generation.token_ids.size:
-                    running.partials.append(trajectory)
-                return
-            try:
-                score = await self._rewards.score(
-                    self._renderer.text(generation.token_ids), lease.task.columns
-                )
-            except (RewardError, InfrastructureError) as error:
-                kind = (
-                    FailureKind.REWARD
-                    if isinstance(error, RewardError)
-                    else FailureKind.INFRASTRUCTURE
-                )
-                await self._give_up(running, kind, error)
-                return
-            result = await self._queue.push(lease.lease_id, [trajectory.scored(score)])
-            for refusal in result.refused:
-                log.error(
-                    "trajectory refused", trajectory=refusal.trajectory_id, reason=refusal.message
-                )
+                if event.partial is not None:
+                    running.partials.append(event.partial)
+            elif not running.ended:
+                await self._push(running, event.trajectory)
         finally:
+            del self._owners[name], running.open[name]
             if not running.open:
-                self._running.pop(lease.lease_id, None)
+                self._running.pop(running.lease.lease_id, None)
                 self._changed.set()
 
-    async def _give_up(self, running: _Running, kind: FailureKind, error: LeewayError) -> None:
+    async def _push(self, running: _Running, trajectory: Trajectory) -> None:
+        running.tokens += trajectory.trained_tokens
+        result = await self._queue.push(running.lease.lease_id, [trajectory])
+        for refusal in result.refused:
+            log.error(
+                "trajectory refused", trajectory=refusal.trajectory_id, reason=refusal.message
+            )
+
+    async def _give_up(self, running: _Running, failure: Failed) -> None:
         if running.ended:
             return
         running.ended = True
         task_id = running.lease.task.task_id
-        log.warning("rollout failed", task=task_id, kind=kind.name, reason=str(error))
-        await self._queue.fail(running.lease.lease_id, kind, str(error))
-        await self._engine.abort(list(running.open))
-
-    def _trajectory(self, running: _Running, index: int, generation: Generation) -> Trajectory:
-        task = running.lease.task
-        running.tokens += generation.token_ids.size
-        return Trajectory(
-            trajectory_id=f"{task.task_id}/{index}",
-            task_id=task.task_id,
-            index=index,
-            token_ids=np.concatenate([running.prompt, generation.token_ids]),
-            prompt_length=running.prompt.size,
-            logprobs=generation.logprobs,
-            loss_mask=np.ones(generation.token_ids.size, dtype=np.bool_),
-            versions=generation.versions,
-            finish_reason=generation.finish_reason,
-            sampling=task.sampling,
-            node_id=self._node_id,
-            generation_seconds=generation.seconds,
-        )
+        log.warning("rollout failed", task=task_id, kind=failure.kind.name, reason=failure.reason)
+        await self._queue.fail(running.lease.lease_id, failure.kind, failure.reason)
+        await self._workflow.abort(list(running.open))
 
     def _count(self, change: int) -> None:
         """Keeps the number of unfinished samples, and the spans in which there were any."""
@@ -283,7 +229,10 @@ class RolloutNode:
             await asyncio.sleep(self._config.rollout.heartbeat_seconds)
             lost = await self._queue.extend(
                 version=self._engine.version,
-                progress={lease_id: run.tokens for lease_id, run in self._running.items()},
+                progress={
+                    lease_id: run.tokens + self._workflow.progress(run.open)
+                    for lease_id, run in self._running.items()
+                },
                 waiting=self._waits.current(),
             )
             for lease_id in lost:
@@ -291,7 +240,7 @@ class RolloutNode:
                 if running is not None:
                     log.warning("lease lost", task=running.lease.task.task_id)
                     running.ended = True
-                    await self._engine.abort(list(running.open))
+                    await self._workflow.abort(list(running.open))
 
     async def _drain(self, leasing: asyncio.Task[None]) -> None:
         """Aborts what runs and returns its partial generations, within `drain_seconds`."""
@@ -301,7 +250,7 @@ class RolloutNode:
         log.info("draining", leases=len(leases))
         try:
             async with asyncio.timeout(self._config.rollout.drain_seconds):
-                await self._engine.abort([name for run in leases for name in list(run.open)])
+                await self._workflow.abort([name for run in leases for name in list(run.open)])
                 await asyncio.wait({leasing})
                 for running in leases:
                     if running.interrupted:
@@ -311,17 +260,11 @@ class RolloutNode:
             leasing.cancel()
 
 
-def sample_seed(task: Task, index: int) -> int:
-    """The seed of one sample: a function of the task's seed and the sample's index."""
-    return xxhash.xxh3_64_intdigest(f"{task.seed}/{index}".encode())
-
-
-def _generation_of(partial: Trajectory, request_id: str) -> Generation:
-    return Generation(
-        request_id=request_id,
-        token_ids=partial.token_ids[partial.prompt_length :],
-        logprobs=partial.logprobs,
-        versions=partial.versions,
-        finish_reason=FinishReason.UNFINISHED,
-        seconds=partial.generation_seconds,
-    )
+def _samples(lease: Lease) -> list[Sample]:
+    """Those of the group that are not in the queue already."""
+    partials = {partial.index: partial for partial in lease.partials}
+    return [
+        Sample(f"{lease.lease_id}/{index}", lease.task, index, partials.get(index))
+        for index in range(lease.task.group_size)
+        if index not in lease.done
+    ]

@@ -20,8 +20,8 @@ from leeway.tasks import Sampler, open_source
 from leeway.trajectory import Group, Task, Trajectory
 from rollout_service.engines.base import GenerateRequest
 from rollout_service.engines.torch_engine import TorchEngine
-from rollout_service.node import sample_seed
 from rollout_service.prompts import Renderer
+from rollout_service.workflows.base import sample_seed
 from tests import tiny
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step

@@ -11,7 +11,7 @@ was sampled under new weights leaves the engine before their canary agrees.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,6 +163,10 @@ class Engine(Protocol):
         Raises:
             CanaryError: the engine does not hold what it was given.
         """
+        ...
+
+    def progress(self, request_ids: Collection[str]) -> int:
+        """Tokens generated so far by those of the requests that have not ended."""
         ...
 
     def stats(self) -> EngineStats: ...

@@ -138,6 +138,7 @@ class TorchEngine:
         # Guards what follows: the streams in flight, by request, and why the engine has ended.
         self._lock = threading.Lock()
         self._streams: dict[str, _Stream] = {}
+        self._sequences: dict[str, RunningSequence] = {}
         self._failure: LeewayError | None = None
         self._thread = threading.Thread(target=self._supervise, name="torch-engine", daemon=True)
         self._thread.start()
@@ -190,6 +191,7 @@ class TorchEngine:
             if taken:
                 raise EngineError(f"request_id: already being generated: {taken}")
             self._streams.update(dict.fromkeys(ids, stream))
+            self._sequences.update(zip(ids, command.sequences, strict=True))
             self._inbox.put(command)
         return self._read(stream)
 
@@ -216,6 +218,11 @@ class TorchEngine:
             _Swap(staged=staged, version=version, mode=mode, canary=canary)
         )
         return seconds
+
+    def progress(self, request_ids: Collection[str]) -> int:
+        with self._lock:
+            live = [self._sequences[i] for i in request_ids if i in self._sequences]
+        return sum(sequence.generated for sequence in live)
 
     def stats(self) -> EngineStats:
         running = self._batch.running
@@ -364,6 +371,7 @@ class TorchEngine:
         for sequence in ended:
             with self._lock:
                 stream = self._streams.pop(sequence.request_id)
+                del self._sequences[sequence.request_id]
             stream.post(sequence.generation(now))
 
     def _tell(self) -> None:
@@ -376,6 +384,7 @@ class TorchEngine:
             self._failure = failure
             streams = set(self._streams.values())
             self._streams.clear()
+            self._sequences.clear()
         while not self._inbox.empty():
             self._accepted.append(self._inbox.get())
         # Commands first: whoever sent the weights hears of it before those who generate.

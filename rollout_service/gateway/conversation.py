@@ -106,7 +106,6 @@ class Conversation:
                 earlier.delivered = True
         self.answers.append(answer)
 
-
     def find(self, answer_id: str) -> Answer:
         for answer in self.answers:
             if answer.answer_id == answer_id:

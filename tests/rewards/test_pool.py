@@ -173,7 +173,7 @@ async def test_dying_is_an_infrastructure_error_and_the_process_is_replaced():
             await rewards.score("die", {})
         assert str(raised.value) == (
             f"{spec('dies')}: its process died during a call (exit status 7) and is replaced; see "
-            "that the function neither exits, crashes nor runs out of memory"
+            "that the code neither exits, crashes nor runs out of memory"
         )
         assert await rewards.score("live", {}) == 1.0
 

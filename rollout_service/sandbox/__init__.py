@@ -1,0 +1,1 @@
+"""Where users' code runs: processes with deadlines and memory limits that can be killed."""

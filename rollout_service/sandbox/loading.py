@@ -1,0 +1,92 @@
+"""Finds what the user wrote, and says what is wrong with it. Runs in the workers; light imports."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class FaultError(Exception):
+    """What the user has to know: the message names the cause and the remedy."""
+
+
+def load(spec: str) -> Any:
+    """What `module:name` or `path/to/file.py:name` names.
+
+    Raises:
+        FaultError: it cannot be found, imported or called.
+    """
+    source, _, name = spec.rpartition(":")
+    if not source or not name.isidentifier():
+        raise FaultError("write module:function or path/to/file.py:function")
+    try:
+        if source.endswith(".py"):
+            module = _import_file(Path(source))
+        else:
+            module = importlib.import_module(source)
+    except FaultError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise FaultError(f"importing {source} raised {describe(error)}; repair it") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) or inspect.isclass(value)
+        ]
+        raise FaultError(f"{source} has no function {name!r}; it has: {', '.join(known) or 'none'}")
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """The traceback's last line, and where it was raised."""
+    last = traceback.format_exception_only(error)[-1].strip()
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{last} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else last
+
+
+def finite(value: Any) -> float:
+    """A number that something returned.
+
+    Raises:
+        FaultError: it is none, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise FaultError(
+            f"returned {value!r:.200} ({type(value).__name__}); return a number, e.g. "
+            "float(correct)"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise FaultError(f"returned {number}; return a finite number")
+    return number
+
+
+def outcome(value: Any) -> dict[str, float]:
+    """A number, or numbers by name, as {"score", ...}.
+
+    Raises:
+        FaultError: it is neither.
+    """
+    if isinstance(value, dict):
+        return {str(name): finite(number) for name, number in value.items()}
+    return {"score": finite(value)}
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FaultError(f"no file {path} below {Path.cwd()}; check the path")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None and module_spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[path.stem] = module
+    module_spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,266 @@
+"""Worker processes that can be killed, and the calls made to them.
+
+A pool of equal workers. `call` takes any that is idle; `take` keeps one for an episode. Who waits
+is served in order.
+
+What must hold: a call ends within the deadline, with an answer or a typed error. Whatever the
+user's code does (raises, hangs, prints, kills its process) touches this call, or episode, alone: a
+worker that was killed or died is replaced. No worker outlives the pool or its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import Counter
+
+from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
+
+CALLS = Counter(
+    "leeway_reward_calls_total",
+    "Calls of reward functions and environments, by how they ended",
+    ["outcome"],
+)
+
+# Imports of heavy libraries on a busy machine.
+_START_SECONDS = 60.0
+# From the end of a worker's pipe to the end of its process.
+_DEATH_SECONDS = 1.0
+# The longest answer of a worker: a tool's result, an environment's messages.
+_ANSWER_BYTES = 4 << 20
+
+
+class WorkerPool:
+    """An asynchronous context manager; see the module's docstring.
+
+    Entering loads the code once, so that what is wrong with it is known before any task is leased;
+    further workers start when they are needed.
+
+    Args:
+        key: Of the configuration, for messages, e.g. task.reward.
+        spec: What the user wrote.
+        processes: So many calls or episodes at once.
+        seconds: The deadline of a call.
+        memory_bytes: What a worker may have of its own.
+    """
+
+    def __init__(
+        self, kind: str, key: str, spec: str, *, processes: int, seconds: float, memory_bytes: int
+    ) -> None:
+        self._kind = kind
+        self._key = key
+        self._spec = spec
+        self._processes = processes
+        self._seconds = seconds
+        self._memory_bytes = memory_bytes
+        self._queued = 0
+        self._closed = False
+        self._workers: set[_Worker] = set()
+        # One entry a slot. Last in, first out: a running worker before one to be started.
+        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
+
+    async def __aenter__(self) -> Self:
+        """Raises:
+        ConfigError: the function cannot be imported, or cannot be called with a completion.
+        InfrastructureError: its process died or hung while it was loading.
+        """
+        for _ in range(self._processes - 1):
+            self._idle.put_nowait(None)
+        self._idle.put_nowait(await self._start())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Kills all workers; calls that are under way end with an `InfrastructureError`."""
+        self._closed = True
+        await asyncio.gather(*(self._end(worker) for worker in list(self._workers)))
+
+    async def call(
+        self, request: Mapping[str, Any], patience: float | None = None
+    ) -> dict[str, Any]:
+        """What the code says to one request.
+
+        Raises:
+            RewardError: it raised, was late, or returned what it may not.
+            InfrastructureError: its process died, or none was free.
+        """
+        async with self.take() as ask:
+            return await ask(request)
+
+    @asynccontextmanager
+    async def take(self, patience: float | None = None) -> AsyncIterator[Ask]:
+        """Keeps a worker for the context; yields what calls it (see `call`).
+
+        Args:
+            patience: How long to wait for a free worker; by default as long as calls may take.
+        """
+        worker = await self._next_idle(patience)
+        healthy = False
+        try:
+            if self._closed:
+                raise InfrastructureError(f"{self._spec}: the pool is closed")
+            kept = worker = worker or await self._start()
+            answered = True
+
+            async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+                nonlocal answered
+                answered = False
+                answer = await self._ask(kept, json.dumps(dict(request)))
+                answered = True
+                if "fault" in answer:
+                    CALLS.labels("fault").inc()
+                    raise RewardError(f"{self._spec} {answer['fault']}")
+                CALLS.labels("ok").inc()
+                return answer
+
+            try:
+                yield ask
+            finally:
+                healthy = answered
+        finally:
+            # One that has not answered (late, dead, or the caller is gone) never serves again.
+            self._idle.put_nowait(worker if healthy else None)
+            if worker is not None and not healthy:
+                await self._end(worker)
+
+    async def _next_idle(self, patience: float | None) -> _Worker | None:
+        # Every call ahead ends by its deadline, at worst with the start of a new worker.
+        rounds = self._queued // self._processes + 1
+        seconds = patience or rounds * (self._seconds + _START_SECONDS)
+        self._queued += 1
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._idle.get()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self._spec}: no process was free for {seconds:g} s; raise {self._key}_processes "
+                f"(now {self._processes})"
+            ) from error
+        finally:
+            self._queued -= 1
+
+    async def _start(self) -> _Worker:
+        worker = await _Worker.start(self._kind, self._spec, self._memory_bytes)
+        self._workers.add(worker)
+        loaded = False
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer = await worker.receive()
+            if answer is None:
+                raise InfrastructureError(
+                    f"{self._key} = {self._spec!r}: its process died while loading "
+                    f"({await worker.ended()})"
+                )
+            if "fault" in answer:
+                raise ConfigError(f"{self._key} = {self._spec!r}: {answer['fault']}")
+            loaded = True
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self._key} = {self._spec!r}: not loaded after {_START_SECONDS:g} s; do less "
+                "when its module is imported"
+            ) from error
+        finally:
+            if not loaded:
+                await self._end(worker)
+        return worker
+
+    async def _ask(self, worker: _Worker, request: str) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await worker.send(request)
+                answer = await worker.receive()
+        except TimeoutError as error:
+            CALLS.labels("deadline").inc()
+            raise RewardError(
+                f"{self._spec} was not done after {self._seconds:g} s and was killed; make it "
+                f"faster, or raise {self._key}_seconds"
+            ) from error
+        if answer is None:
+            CALLS.labels("died").inc()
+            raise InfrastructureError(
+                f"{self._spec}: its process died during a call "
+                f"({await worker.ended()}) and is replaced; see that the "
+                "code neither exits, crashes nor runs out of memory"
+            )
+        return answer
+
+    async def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        await worker.kill()
+
+
+Ask = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+"""Calls a worker that is kept."""
+
+
+class _Worker:
+    """One worker process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None  # both are pipes
+        self._process = process
+        self._requests = process.stdin
+        self._answers = process.stdout
+
+    @classmethod
+    async def start(cls, kind: str, spec: str, memory_bytes: int) -> _Worker:
+        # As a script, apart from this package (-P): so it starts in a few hundredths of a second.
+        # In a session of its own: so what the code starts can be killed with it.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            str(Path(__file__).with_name("worker.py")),
+            kind,
+            spec,
+            str(os.getpid()),
+            str(memory_bytes),
+            limit=_ANSWER_BYTES,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def send(self, request: str) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` will say so.
+            self._requests.write(request.encode() + b"\n")
+            await self._requests.drain()
+
+    async def receive(self) -> dict[str, Any] | None:
+        """None when the process has ended."""
+        line = await self._answers.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    async def ended(self) -> str:
+        """How a process whose pipe has ended came to its end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_SECONDS):
+                await self._process.wait()
+        status = self._process.returncode
+        if status is None:
+            return "it closed its pipe"
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    async def kill(self) -> None:
+        """Ends the process, if it still runs, with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._requests.close()
+        await self._process.wait()

@@ -1,0 +1,65 @@
+"""A reward function in its worker: `reward(completion, **columns) -> float`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rollout_service.sandbox.loading import FaultError, describe, finite, load
+
+
+class RewardHost:
+    """Answers {"completion", "columns"} with {"value"}."""
+
+    def __init__(self, spec: str) -> None:
+        self._function = load(spec)
+        try:
+            parameters = list(inspect.signature(self._function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise FaultError(
+                f"its parameters cannot be read ({error}); use a Python function"
+            ) from error
+        if not parameters or parameters[0].kind in (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            raise FaultError("takes no completion; write `def reward(completion, **columns)`")
+        if inspect.iscoroutinefunction(self._function):
+            raise FaultError("is asynchronous; write a plain function, it has a process of its own")
+        self._first = parameters[0].name
+        self._columns = Columns(parameters[1:])
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Raises `FaultError` for whatever the function does wrong."""
+        columns = {k: v for k, v in request["columns"].items() if k != self._first}
+        given = self._columns.accepted(columns)
+        try:
+            value = self._function(request["completion"], **given)
+        except (Exception, SystemExit) as error:
+            raise FaultError(
+                f"raised {describe(error)}; handle this case in the function"
+            ) from error
+        return {"value": finite(value)}
+
+
+class Columns:
+    """Which columns of a row a function takes."""
+
+    def __init__(self, parameters: list[inspect.Parameter]) -> None:
+        self._all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        self._named = [
+            p
+            for p in parameters
+            if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        ]
+
+    def accepted(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """Raises `FaultError` when one is missing."""
+        for parameter in self._named:
+            if parameter.default is inspect.Parameter.empty and parameter.name not in columns:
+                raise FaultError(
+                    f"needs the column {parameter.name!r}, but the row has {sorted(columns)}; add "
+                    "it to the data, or give the parameter a default"
+                )
+        names = {p.name for p in self._named}
+        return {k: v for k, v in columns.items() if self._all or k in names}

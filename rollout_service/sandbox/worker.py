@@ -1,0 +1,83 @@
+"""The process that holds a user's code. Light imports only; run as a script by `pool`.
+
+Protocol, one JSON object a line: first the worker says {"ready": true} or {"fault": why it cannot
+start}; then each request gets one answer, or {"fault": what the code did wrong}. What requests and
+answers hold is the host's matter.
+
+What must hold: nothing but answers reaches the pipe. The code's own standard output goes to
+standard error, its standard input is empty. The process ends with its parent: when its requests
+end, and on Linux also when the parent dies during a call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from leeway.orphans import end_with_parent
+from rollout_service.sandbox.loading import FaultError
+
+# Answers are read with a bounded buffer: a fault is cut to this many characters.
+_FAULT_LENGTH = 2000
+
+
+class Host(Protocol):
+    """Holds one thing that the user wrote."""
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
+
+
+def open_host(kind: str, spec: str) -> Host:
+    """Raises `FaultError` when what the user wrote cannot be used."""
+    if kind == "environment":
+        from rollout_service.sandbox.environment import EnvironmentHost
+
+        return EnvironmentHost(spec)
+    from rollout_service.sandbox.reward import RewardHost
+
+    return RewardHost(spec)
+
+
+def pipes() -> tuple[Any, Any]:
+    """Requests and answers; from now on nothing else reaches them."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.path.insert(0, str(Path.cwd()))
+    return requests, answers
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Of data and heap: beyond, Python raises MemoryError."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def main(kind: str, spec: str, parent: int, memory_bytes: int) -> None:
+    end_with_parent(parent)
+    limit_memory(memory_bytes)
+    requests, answers = pipes()
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message).encode() + b"\n")
+        answers.flush()
+
+    try:
+        host = open_host(kind, spec)
+    except FaultError as fault:
+        answer({"fault": str(fault)[:_FAULT_LENGTH]})
+        return
+    answer({"ready": True})
+    for line in requests:
+        try:
+            answer(host.answer(json.loads(line)))
+        except FaultError as fault:
+            answer({"fault": str(fault)[:_FAULT_LENGTH]})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

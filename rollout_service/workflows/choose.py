@@ -1,0 +1,92 @@
+"""Picks the workflow that the configuration asks for, and keeps what it needs running."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import structlog
+
+from leeway.config import Config
+from rollout_service.answers import AnswerFormat
+from rollout_service.engines.base import Engine
+from rollout_service.gateway.answering import Gateway
+from rollout_service.gateway.server import build_app, serve
+from rollout_service.prompts import Renderer
+from rollout_service.rewards import RewardPool
+from rollout_service.sandbox.agents import AgentProcess
+from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.workflows.agents import Agents, Program
+from rollout_service.workflows.base import Workflow
+from rollout_service.workflows.environment import EnvironmentProgram
+from rollout_service.workflows.programs import CommandProgram, ExternalProgram, FunctionProgram
+from rollout_service.workflows.single_turn import SingleTurn
+
+log = structlog.get_logger(__name__)
+
+EXTERNAL = "external"
+
+
+@asynccontextmanager
+async def open_workflow(
+    config: Config, engine: Engine, tokenizer: Any, node_id: str
+) -> AsyncIterator[Workflow]:
+    """The workflow of `task.reward`, `task.environment` or `task.agent`.
+
+    Raises:
+        ConfigError: what the user wrote cannot be used.
+    """
+    task = config.task
+    renderer = Renderer(tokenizer, engine.context_length, config.sampling.max_new_tokens)
+    async with AsyncExitStack() as stack:
+        if task.environment is None and task.agent is None:
+            rewards = await stack.enter_async_context(RewardPool.of(task))
+            yield SingleTurn(engine, renderer, rewards, node_id)
+            return
+        gateway = Gateway(
+            engine,
+            renderer,
+            AnswerFormat(tokenizer),
+            max_requests=config.rollout.gateway.max_requests,
+        )
+        if task.environment is not None:
+            workers = await stack.enter_async_context(
+                WorkerPool(
+                    "environment",
+                    "task.environment",
+                    task.environment,
+                    processes=task.environment_processes,
+                    seconds=task.environment_seconds,
+                    memory_bytes=task.memory_bytes,
+                )
+            )
+            program: Program = EnvironmentProgram(
+                workers, task.environment_turns, task.session_seconds
+            )
+        else:
+            program = await stack.enter_async_context(_agent(config, gateway))
+        yield Agents(gateway, program, node_id, task.session_seconds)
+
+
+@asynccontextmanager
+async def _agent(config: Config, gateway: Gateway) -> AsyncIterator[Program]:
+    """The program of `task.agent`, behind the gateway's HTTP server."""
+    agent, security = config.task.agent, config.security
+    external = ExternalProgram()
+    token = security.token.get_secret_value() if security.token is not None else None
+    app = build_app(gateway, config.model.path, external, token)
+    async with serve(app, config.rollout.gateway.address, security) as address:
+        host, _, port = address.rpartition(":")
+        scheme = "https" if security.certificate is not None else "http"
+        reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "[::]") else host
+        base_url = f"{scheme}://{reachable}:{port}/v1"
+        log.info("gateway", address=address)
+        if agent == EXTERNAL:
+            yield external
+        elif isinstance(agent, tuple):
+            yield CommandProgram(agent, base_url)
+        else:
+            assert agent is not None  # that is why there is a gateway
+            async with AgentProcess(agent, config.task.memory_bytes) as process:
+                yield FunctionProgram(process, base_url)
