@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test lint chaos format protos protos-check clean setup-quickstart setup-dev
+.PHONY: help quickstart test lint kill-trainer chaos format protos protos-check clean setup-quickstart setup-dev
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -23,6 +23,9 @@ lint: setup-dev protos-check ## Check style, types, protos and generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+
+kill-trainer: setup-dev ## Kill trainers 20 times at random moments; their runs must not differ
+	LEEWAY_KILLS=20 $(BIN)/python -m pytest tests/test_killed_trainer.py
 
 chaos: setup-dev ## Train through 300 random faults of every process (a quarter of an hour)
 	$(BIN)/python benchmarks/chaos.py --faults 300
