@@ -12,24 +12,24 @@ Linux), and share the lock: it stays held until the last of them has ended.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError
+from leeway.orphans import end_with_parent
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,6 @@ log = structlog.get_logger(__name__)
 DOWNLOAD_SECONDS = 1800.0
 CONVERSION_SECONDS = 600.0
 _LOCK_POLL_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1
 
 _USE_DIRECTORY = "or set model.path to a Hugging Face model directory (config.json, *.safetensors)"
 
@@ -203,7 +202,7 @@ def _run(command: Sequence[str], seconds: float, lock: int) -> str | None:
             errors="replace",
             timeout=seconds,
             pass_fds=(lock,),
-            preexec_fn=_end_with(os.getpid()),
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
     except subprocess.TimeoutExpired:
         return f"not done after {seconds:g} s"
@@ -211,20 +210,6 @@ def _run(command: Sequence[str], seconds: float, lock: int) -> str | None:
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return lines[-1].strip() if lines else f"exit status {done.returncode}"
-
-
-def _end_with(parent: int) -> Callable[[], None] | None:
-    """To be run in a child: the kernel kills it when its parent ends."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # It ended before this was arranged.
-            os._exit(1)
-
-    return arrange
 
 
 def _convert(gguf: Path, target: Path) -> None:
