@@ -7,8 +7,7 @@ runs as users run it, `leeway up`: queue, Valkey, trainer, broadcaster, node and
 counted.
 
 Start-up (imports, loading the model) is left out on both sides: the figure is the slope from the
-second step to the last. Both run in turn, one thread each. Afterwards both sides' weights answer
-the same 48 held-out problems, eight times each, in the same engine with the same seeds.
+second step to the last. Both run in turn, one thread each.
 
     python -m benchmarks.vs_trl [--steps 30] [--short]
 """
@@ -16,7 +15,6 @@ the same 48 held-out problems, eight times each, in the same engine with the sam
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -32,7 +30,6 @@ from leeway.config import Config
 
 GROUPS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE = 4, 4, 32, 1e-5
 COMPLETIONS = GROUPS * GROUP_SIZE
-HELDOUT, SAMPLES = 48, 8
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 
 
@@ -43,7 +40,7 @@ def make_config(seed: int, steps: int, directory: Path) -> Config:
             "run.name=vs-trl",
             f"run.directory={directory}",
             f"run.seed={seed}",
-            f"task.heldout={HELDOUT}",
+            "task.heldout=0",
             f"sampling.group_size={GROUP_SIZE}",
             f"sampling.max_new_tokens={MAX_TOKENS}",
             f"trainer.batch_groups={GROUPS}",
@@ -160,47 +157,7 @@ def trl_process(file: Path, out: Path) -> None:
         ),
     )
     trainer.train()
-    trainer.save_model(str(out.parent / "trl"))
     out.write_text(json.dumps(points))
-
-
-async def heldout_reward(model: Path, config: Config) -> float:
-    """What a model directory's weights earn, sampled as in training."""
-    from transformers import AutoTokenizer
-
-    from leeway import models
-    from leeway.tasks import Sampler, open_source
-    from rollout_service.engines.base import GenerateRequest
-    from rollout_service.engines.torch_engine import TorchEngine
-    from rollout_service.workflows.base import sample_seed
-    from rollout_service.prompts import Renderer
-    from rollout_service.rewards.pool import DEFAULT_REWARD
-    from rollout_service.rewards.worker import Reward
-
-    score = Reward(config.task.reward or DEFAULT_REWARD)
-    engine = TorchEngine(model, concurrency=config.rollout.concurrency)
-    tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.path))
-    renderer = Renderer(tokenizer, engine.context_length, MAX_TOKENS)
-    tasks = Sampler(open_source(config), config).heldout("after", samples=SAMPLES)
-    requests = [
-        GenerateRequest(
-            request_id=f"{number} {index}",
-            prompt=renderer.render(task.messages),
-            sampling=task.sampling,
-            seed=sample_seed(task, index),
-        )
-        for number, task in enumerate(tasks)
-        for index in range(SAMPLES)
-    ]
-    earned = [
-        score(
-            renderer.text(generation.token_ids),
-            tasks[int(generation.request_id.split()[0])].columns,
-        )
-        async for generation in engine.generate(requests)
-    ]
-    await engine.close()
-    return sum(earned) / len(earned)
 
 
 def per_completion(points: list[dict[str, Any]]) -> float:
@@ -230,10 +187,6 @@ def main() -> None:
         config = make_config(arguments.seed, steps, directory)
         ours = run_leeway(config, directory)
         theirs = run_trl(config, directory)
-        heldout = [
-            asyncio.run(heldout_reward(model, config))
-            for model in (config.run.path / "checkpoints" / "export", directory / "trl")
-        ]
     for side, points in (("leeway", ours), ("trl", theirs)):
         rewards = " ".join(f"{point['reward']:.2f}" for point in points)
         print(f"{side}: {per_completion(points):.3f} CPU-s a completion; reward {rewards}")
@@ -244,8 +197,6 @@ def main() -> None:
         trl_cpu_seconds_per_completion=per_completion(theirs),
         reward_leeway=mean_reward(ours),
         reward_trl=mean_reward(theirs),
-        heldout_leeway=heldout[0],
-        heldout_trl=heldout[1],
         steps=steps,
     )
 

@@ -311,6 +311,20 @@ async def test_no_more_than_the_concurrency_run_and_the_first_come_first(llama: 
     assert order == [f"r{i}" for i in range(7)]
 
 
+async def test_progress_counts_the_tokens_of_what_has_not_ended(llama: Path) -> None:
+    async with engine_of(llama, stop_tokens=NEVER_STOPS) as engine:
+        names = ["long", "short"]
+        requests = [
+            request(name, sampling=Sampling(max_new_tokens=count))
+            for name, count in (("long", 60), ("short", 2))
+        ]
+        seen = []
+        async for generation in engine.generate(requests):
+            seen.append((generation.request_id, engine.progress(names)))
+    assert [name for name, _ in seen] == ["short", "long"]
+    assert 2 <= seen[0][1] <= 60 and seen[1][1] == 0
+
+
 async def test_a_long_prefill_is_split_over_steps(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
