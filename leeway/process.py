@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from leeway.errors import ConfigError, FencedError, LeewayError
+from leeway.health import HEALTH
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +54,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
             loop.add_signal_handler(number, stop.set)
         if os.environ.get(LIFELINE):
             threading.Thread(target=_watch_lifeline, args=(loop, stop), daemon=True).start()
-        await main(stop)
+        beating = asyncio.create_task(HEALTH.beat())
+        try:
+            await main(stop)
+        finally:
+            beating.cancel()
 
     try:
         asyncio.run(supervised())

@@ -12,6 +12,7 @@ import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 # Names the seconds after which a refused caller may try again. RESOURCE_EXHAUSTED without it comes
 # from gRPC, for a message that is too large, and would come again.
 RETRY_AFTER = "leeway-retry-after"
+# What comes with an answer of the health service: the server's release, and its clock.
+VERSION, TIME = "leeway-version", "leeway-time"
+REDIS = "redis"
+"""The name under which a queue's health service says that it has verified its Redis."""
 
 
 def connect(
@@ -181,7 +186,7 @@ async def serve(
         ],
         interceptors=[guard],
     )
-    health_service = health.HealthServicer()
+    health_service = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
     handle = Server(server, health_service)
     await setup(handle)
@@ -219,6 +224,15 @@ def _retry_after(error: grpc.aio.AioRpcError) -> float | None:
         if key == RETRY_AFTER:
             return float(value)
     return None
+
+
+class _Health(health.HealthServicer):
+    """Also says which release this is and what time it has, for `leeway deploy check`."""
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        facts = ((VERSION, version("leeway")), (TIME, f"{time.time():.3f}"))
+        await context.send_initial_metadata(facts)
+        return await super().Check(request, context)
 
 
 def _client_keys(security: SecurityConfig) -> Keys | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
-from prometheus_client import Counter, start_http_server
+from prometheus_client import Counter
 
+from leeway import health
 from leeway.config import TelemetryConfig
 from leeway.errors import ConfigError
 
@@ -26,7 +28,7 @@ WAIT_SECONDS = Counter(
 
 
 def setup(config: TelemetryConfig, **identity: str) -> None:
-    """Configures logs (to stderr) and opens the metrics endpoint if one is configured.
+    """Configures logs (to stderr) and opens the endpoint of metrics and probes if there is one.
 
     Args:
         identity: Bound to every line: run, role, node.
@@ -49,10 +51,11 @@ def setup(config: TelemetryConfig, **identity: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**identity)
-    if config.metrics_address is not None:
+    # Of the ranks on one machine, the first speaks for all.
+    if config.metrics_address is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         host, _, port = config.metrics_address.rpartition(":")
         try:
-            start_http_server(int(port), host)
+            health.serve(host, int(port))
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"telemetry.metrics_address = {config.metrics_address!r}: {error}"

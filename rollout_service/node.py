@@ -20,6 +20,7 @@ import structlog
 
 from leeway.config import Config
 from leeway.errors import InfrastructureError
+from leeway.health import HEALTH
 from leeway.telemetry import Spans, Waits
 from leeway.trajectory import Trajectory
 from rollout_service.engines.base import Engine
@@ -103,6 +104,7 @@ class RolloutNode:
 
     async def _lease_and_roll_out(self) -> None:
         await self._receiver.wait_for(0, self._config.trainer.batch_seconds)
+        HEALTH.set_ready()
         async with asyncio.TaskGroup() as rollouts:
             while not self._draining:
                 groups = await self._room()
@@ -217,6 +219,10 @@ class RolloutNode:
         if self._unfinished == 0 and change > 0:
             self._busy_since = time.time()
         self._unfinished += change
+        if self._unfinished:
+            HEALTH.progress("generation", self._config.queue.stall_seconds)
+        else:
+            HEALTH.done("generation")
         if self._unfinished == 0 and self._busy_since is not None:
             self._spans.record("generate", self._busy_since, time.time())
             self._busy_since = None
@@ -245,6 +251,7 @@ class RolloutNode:
     async def _drain(self, leasing: asyncio.Task[None]) -> None:
         """Aborts what runs and returns its partial generations, within `drain_seconds`."""
         self._draining = True
+        HEALTH.set_ready("draining")
         self._changed.set()
         leases = [running for running in self._running.values() if not running.ended]
         log.info("draining", leases=len(leases))

@@ -26,6 +26,7 @@ import structlog
 
 from leeway.config import Config, OverBudget
 from leeway.errors import ConfigError, LeewayError
+from leeway.health import HEALTH
 from leeway.tasks import Sampler
 from leeway.telemetry import Spans
 from leeway.trajectory import Group, Purpose
@@ -261,6 +262,7 @@ class Trainer:
         resumed = await self._queue.resume(self._position.version)
         self._publisher = await asyncio.to_thread(self._start_publisher, resumed.incarnation)
         await self._publish()
+        HEALTH.set_ready()
         log.info("ready", version=self._position.version, restored_groups=resumed.restored)
         return self._publisher
 

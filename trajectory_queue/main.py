@@ -47,6 +47,8 @@ async def serve(
                 await server.add(
                     queue_pb2_grpc.add_TrajectoryQueueServicer_to_server, service, _NAME
                 )
+                # `open_store` has verified it.
+                await server.set_serving(rpc.REDIS, True)
 
             async with rpc.serve(
                 config.queue.address,

@@ -17,6 +17,7 @@ import structlog
 
 from leeway import rpc
 from leeway.errors import DataError, FencedError, InfrastructureError, WireError
+from leeway.health import HEALTH
 from leeway.trajectory import Task, Trajectory
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
@@ -70,7 +71,9 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 COLLECTOR.update(await self._store.apply(c.Status()))
             except InfrastructureError as error:
                 log.warning("the store does not answer", reason=str(error))
+                HEALTH.set_ready(f"the store does not answer: {error}")
             else:
+                HEALTH.set_ready()
                 if expired.count:
                     log.warning("leases expired: their nodes fell silent", count=expired.count)
             await pause(_TEND_SECONDS, stop)

@@ -54,6 +54,16 @@ class Parts:
     tokens: bool = True
 
 
+def names(parts: Parts) -> list[str]:
+    """All that `make` may make or read."""
+    suffixes = ["tokens", "rollout-token"] if parts.tokens else []
+    suffixes += ["redis-tls"] if parts.redis else []
+    suffixes += ["ca"] if parts.redis or parts.certificates else []
+    components = ("queue", "trainer", "rollout", "operator") if parts.certificates else ()
+    suffixes += [f"{component}-tls" for component in components]
+    return [f"{parts.release}-{suffix}" for suffix in suffixes]
+
+
 def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[str, Secret]:
     """The Secrets by name: those that must be written, the others left out.
 
