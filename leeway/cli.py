@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from leeway import config as configuration
 from leeway import process, rpc, telemetry
 from leeway.config import Config, SecurityConfig
+from leeway.deploy.commands import app as deploy_app
 from leeway.errors import ConfigError, InfrastructureError, LeewayError
 from leeway.v1 import queue_pb2, queue_pb2_grpc
 
@@ -58,6 +59,7 @@ queue_app = typer.Typer(
 config_app = typer.Typer(help="The configuration.")
 app.add_typer(queue_app, name="queue")
 app.add_typer(config_app, name="config")
+app.add_typer(deploy_app, name="deploy")
 
 
 @app.command()

@@ -74,10 +74,21 @@ def redis_server(config: Config, directory: Path) -> Iterator[str]:
     given = config.queue.redis_url
     url = given.get_secret_value() if given is not None else os.environ.get("REDIS_URL")
     if url:
-        yield url
+        yield _with_password(url, config.queue.redis_password_file)
         return
     with embedded(server_binary(), directory) as url:
         yield url
+
+
+def _with_password(url: str, file: Path | None) -> str:
+    if file is None:
+        return url
+    try:
+        password = file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"queue.redis_password_file: {file}: {error.strerror}") from error
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://:{quote(password, safe='')}@{rest}"
 
 
 def server_binary() -> Path:
