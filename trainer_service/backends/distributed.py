@@ -151,6 +151,8 @@ def follow(own: RankBackend, world: World) -> None:
                 case Command.LOAD:
                     own.load(Path(message.decode()))
                 case Command.END:
+                    if writing is not None:
+                        writing.result()
                     return
 
 

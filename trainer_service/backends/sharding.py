@@ -40,6 +40,7 @@ class Shards:
             offload: Parts stay in the host's memory; gathered layers are on the device.
         """
         self._mesh: DeviceMesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._device = device
         self._shapes = {name: p.shape for name, p in root.model.named_parameters()}
         for module in (*root.layers(), root):
             sharded = fully_shard(
@@ -64,7 +65,12 @@ class Shards:
         shape = self._shapes[name]
         stride = torch.empty(shape, device="meta").stride()
         sharded = DTensor.from_local(
-            part, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+            part.to(self._device),
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=stride,
         )
         return sharded.full_tensor()
 

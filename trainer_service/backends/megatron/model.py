@@ -37,6 +37,8 @@ from trainer_service.backends.packed_attention import attend
 from trainer_service.batching import Segment
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Those whose angles depend on the position alone."""
 
 
 class PolicyModel(LanguageModule):
@@ -190,13 +192,13 @@ def shape_of(hf: PretrainedConfig) -> ModelShape:
             f"{', '.join(FAMILIES)}; use trainer.backend=torch"
         )
     unusual = {
-        "attention_bias": hf.model_type == "llama" and getattr(hf, "attention_bias", False),
+        "attention_bias": hf.model_type != "qwen2" and getattr(hf, "attention_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
         "use_sliding_window": getattr(hf, "use_sliding_window", False),
         "hidden_act": hf.hidden_act != "silu",
         "mlp_only_layers": bool(getattr(hf, "mlp_only_layers", None)),
         "decoder_sparse_step": getattr(hf, "decoder_sparse_step", 1) != 1,
-        "rope_parameters": _rotary(hf).attention_scaling != 1.0,
+        "rope_parameters": hf.rope_parameters["rope_type"] not in ROPE_TYPES,
     }
     for field, found in unusual.items():
         if found:
