@@ -7,7 +7,8 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test lint kill-trainer chaos format protos protos-check clean setup-quickstart setup-dev
+.PHONY: help quickstart test lint kill-trainer chaos format protos protos-check charts namespaces \
+	clean setup-quickstart setup-dev setup-deploy
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -15,7 +16,7 @@ help: ## Show this list
 quickstart: setup-quickstart ## Set everything up and run the main job
 	$(BIN)/leeway up examples/quickstart.yaml --fresh
 
-test: setup-dev ## Set everything up and pass the tests
+test: setup-dev setup-deploy ## Set everything up and pass the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup-dev protos-check ## Check style, types, protos and generated code
@@ -47,12 +48,20 @@ protos-check: setup-dev ## Prove that leeway/v1 is what protos/ generate
 	@diff -r -x __init__.py -x __pycache__ build/protos/leeway/v1 leeway/v1 \
 		|| { echo "leeway/v1 is not current: run make protos"; exit 1; }
 
+charts: setup-dev ## Write what follows from the configuration: schemas, golden manifests
+	$(BIN)/python -m deploy.helm.derive
+	$(BIN)/python -m tests.deploy.test_manifests
+
+namespaces: setup-dev setup-deploy ## Run two clusters in network namespaces, as root, in full length
+	LEEWAY_NAMESPACES=full $(BIN)/python -m pytest -x -s tests/deploy/test_namespaces.py
+
 clean: ## Remove what the targets made, except downloaded models
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .tools build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The stamps make the second time fast.
 setup-quickstart: $(VENV)/.quickstart
 setup-dev: $(VENV)/.dev
+setup-deploy: .tools/.ready
 
 $(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[quickstart]'
@@ -61,6 +70,11 @@ $(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ $(VENV)/.quickstart
+
+# Binaries for Linux; elsewhere the tests that need them say so.
+.tools/.ready: tests/deploy/fetch_tools.sh | $(BIN)/python
+	@if [ "$$(uname)" = Linux ]; then PYTHON=$(BIN)/python tests/deploy/fetch_tools.sh .tools; fi
+	@mkdir -p .tools && touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

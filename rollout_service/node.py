@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
+from prometheus_client import Counter, Gauge
 
 from leeway.config import Config
 from leeway.errors import InfrastructureError
@@ -36,6 +37,9 @@ from rollout_service.workflows.base import (
 from trajectory_queue.client import Lease, RolloutQueue
 
 log = structlog.get_logger(__name__)
+
+_UNFINISHED = Gauge("leeway_rollout_unfinished_samples", "Samples that this node generates now")
+_TOKENS = Counter("leeway_rollout_tokens_total", "Tokens of samples that this node finished")
 
 # Long enough that an idle node costs the queue little, short enough to notice `stop` in time.
 _LEASE_WAIT_SECONDS = 2.0
@@ -199,6 +203,7 @@ class RolloutNode:
 
     async def _push(self, running: _Running, trajectory: Trajectory) -> None:
         running.tokens += trajectory.trained_tokens
+        _TOKENS.inc(trajectory.trained_tokens)
         result = await self._queue.push(running.lease.lease_id, [trajectory])
         for refusal in result.refused:
             log.error(
@@ -219,6 +224,7 @@ class RolloutNode:
         if self._unfinished == 0 and change > 0:
             self._busy_since = time.time()
         self._unfinished += change
+        _UNFINISHED.set(self._unfinished)
         if self._unfinished:
             HEALTH.progress("generation", self._config.queue.stall_seconds)
         else:

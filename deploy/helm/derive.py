@@ -1,8 +1,9 @@
 """Writes the files of the charts that follow from others: `make charts`.
 
-They are values.schema.json of both, and rollout-cluster's copy of the templates that both share.
-What both schemas share is said once here, and `run` is the schema of Leeway's own configuration, so
-that `helm install` refuses a misspelled key of either. A test proves that the files are current.
+They are the dashboards, rollout-cluster's copy of the templates that both share, and the schemas of
+the values. What both schemas share is said once here, and `run` is the schema of Leeway's own
+configuration, so that `helm install` refuses a misspelled key of either. A test proves that all
+these files are current.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deploy.helm import dashboards
 from leeway.config import Config
 
 HERE = Path(__file__).parent
@@ -327,7 +329,9 @@ def schema(properties: dict[str, Schema]) -> str:
 def current() -> dict[Path, str]:
     """Every file as it should be."""
     templates = "templates/_leeway.tpl"
+    folder = HERE / "trainer-cluster/dashboards"
     return {
+        **{folder / f"{name}.json": dashboards.dashboard(name) for name in dashboards.DASHBOARDS},
         HERE / "trainer-cluster/values.schema.json": schema(trainer_cluster()),
         HERE / "rollout-cluster/values.schema.json": schema(rollout_cluster()),
         HERE / "rollout-cluster" / templates: (HERE / "trainer-cluster" / templates).read_text(),

@@ -52,7 +52,7 @@ def test_every_manifest_fits_its_schema(example: str, side: str, version: str) -
 
 @pytest.mark.parametrize(("example", "side"), CASES)
 def test_both_majors_render_the_golden_manifests(example: str, side: str) -> None:
-    """After a wanted change: `make golden-manifests`, and read the difference."""
+    """After a wanted change: `make charts`, and read the difference."""
     golden = list(yaml.safe_load_all((GOLDEN / f"{example}-{side}.yaml").read_text()))
     for major in MAJORS:
         rendered = sorted(render(example, side, major), key=_identity)
@@ -231,3 +231,7 @@ def test_the_schema_of_the_run_is_the_configurations() -> None:
         "security",
         "telemetry",
     }
+
+
+if __name__ == "__main__":
+    write_golden()
