@@ -176,9 +176,17 @@ def right(answers: Tensor, truth: Tensor) -> Tensor:
     return (answers[:, : WORD + 1] == truth).all(dim=1).float()
 
 
-def taught(seed: int) -> Policy:
-    """The policy that reinforcement begins with: half of its lessons had random answers."""
+def taught(seed: int, kept: Path) -> Policy:
+    """The policy that reinforcement begins with: half of its lessons had random answers.
+
+    Args:
+        kept: Where it is kept, since all runs of a seed begin with it.
+    """
     torch.manual_seed(seed)
+    if kept.exists():
+        policy = Policy()
+        policy.load_state_dict(torch.load(kept, weights_only=True))
+        return policy
     generator = torch.Generator().manual_seed(seed)
     policy = Policy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=SUPERVISED_LR, weight_decay=0.0)
@@ -192,17 +200,19 @@ def taught(seed: int) -> Policy:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    torch.save(policy.state_dict(), kept.with_suffix(".partial"))
+    kept.with_suffix(".partial").rename(kept)
     return policy
 
 
 class Run:
     """One method at one staleness, with one seed."""
 
-    def __init__(self, method: str, eta: int, seed: int) -> None:
+    def __init__(self, method: str, eta: int, seed: int, policy: Policy) -> None:
         self._method = method
         self._eta = eta
         self._algorithm = AlgorithmConfig.model_validate(METHODS[method])
-        self._policy = taught(seed)
+        self._policy = policy
         self._old = Policy()
         self._generator = torch.Generator().manual_seed(1000 + seed)
         self._held_out = torch.Generator().manual_seed(7)
@@ -230,7 +240,8 @@ class Run:
         rewards = right(answers, truth).tolist()
         lengths = lengths_of(answers).tolist()
         tokens = torch.cat([prompts, answers], dim=1)
-        rows = tokens.numpy().astype(np.int32)
+        rows, scored = tokens.numpy().astype(np.int32), logprobs.numpy()
+        mask = np.ones(ANSWER, dtype=np.bool_)
         generated = max(0, version - self._eta)
         sampling = Sampling(max_new_tokens=ANSWER)
         groups = []
@@ -243,8 +254,8 @@ class Run:
                     index=index,
                     token_ids=rows[start + index, : PROMPT + lengths[start + index]],
                     prompt_length=PROMPT,
-                    logprobs=logprobs[start + index, : lengths[start + index]].numpy(),
-                    loss_mask=np.ones(lengths[start + index], dtype=np.bool_),
+                    logprobs=scored[start + index, : lengths[start + index]],
+                    loss_mask=mask[: lengths[start + index]],
                     versions=(VersionSpan(generated, lengths[start + index]),),
                     finish_reason=FinishReason.STOP,
                     sampling=sampling,
@@ -349,7 +360,8 @@ def run_one(method: str, eta: int, seed: int, results: Path) -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     started = time.process_time()
-    outcome = Run(method, eta, seed).learn()
+    policy = taught(seed, results.with_name(f"{results.stem}-taught-{seed}.pt"))
+    outcome = Run(method, eta, seed, policy).learn()
     seconds = time.process_time() - started
     row = {"method": method, "eta": eta, "seed": seed, "cpu_seconds": round(seconds, 1), **outcome}
     with results.open("a") as file:

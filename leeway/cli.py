@@ -250,6 +250,25 @@ def trainer(path: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def sft(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Fine-tune on the rows' `answer` column, and export a model directory to start a run from."""
+    _learn_offline(path, overrides, "sft")
+
+
+@app.command()
+def dpo(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Prefer the rows' `chosen` answers to their `rejected` ones, and export a model directory."""
+    _learn_offline(path, overrides, "dpo")
+
+
+def _learn_offline(path: Path, overrides: list[str] | None, lesson: str) -> None:
+    config = _load_for_service(path, overrides, role="trainer")
+    from trainer_service.offline import Lesson, serve
+
+    _run_service(lambda stop: serve(config, Lesson(lesson), stop=stop))
+
+
+@app.command()
 def rollout(
     path: ConfigArgument,
     overrides: Overrides = None,
@@ -293,7 +312,7 @@ def status(path: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command()
 def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
-    """List the nodes: which policy each has, since when, and from whom."""
+    """List the nodes: which policy each has, since when, and from whom; ! marks those that lag."""
     from trainer_service.weight_broadcast.listing import list_nodes
 
     config = configuration.load(path, overrides or ())
@@ -301,8 +320,9 @@ def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(f"newest version: {version}")
     for row in rows:
         source = row.parent or "the publisher"
+        alarm = "!" if row.lag > config.weights.kept_versions else " "
         typer.echo(
-            f"  {row.node_id}: version {row.version} ({row.state}, {row.lag} behind), "
+            f"{alarm} {row.node_id}: version {row.version} ({row.state}, {row.lag} behind), "
             f"{row.seconds_ago:.0f} s ago, from {source}"
             + (f": {row.message}" if row.message else "")
         )

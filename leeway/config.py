@@ -251,6 +251,8 @@ class TrainerConfig(Section):
     """Train low-rank adapters of so many dimensions instead of all weights; 0 turns it off."""
     lora_alpha: PositiveInt = 32
     """Adapters count alpha / rank."""
+    dpo_beta: PositiveFloat = 0.1
+    """`leeway dpo`: how far from the reference a preference may pull; larger stays nearer."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
 
     @model_validator(mode="after")
@@ -286,14 +288,14 @@ class WeightsConfig(Section):
     anchor_every: PositiveInt = 20
     """Full weights are offered at least every so many versions; deltas in between."""
     kept_versions: PositiveInt = 8
-    """A node that lags by no more than so many versions gets a delta."""
+    """A node that lags by no more than so many versions gets a delta; beyond, it is an alarm."""
     relay_address: str | None = None
     """host:port at which a node serves weights to others in its cluster; by default it does not."""
     cluster: str = ""
     """Nodes that give the same name can reach each other's relay_address."""
     relay_fanout: PositiveInt = 4
     """How many nodes one node serves at most."""
-    canary_tokens: Annotated[int, Field(ge=2)] = 16
+    canary_tokens: Annotated[int, Field(ge=2)] = 8
     """Length of the text by which every engine proves that it holds the weights it was given."""
     canary_tolerance: PositiveFloat = 0.5
     """How far a token's log-probability may be from the trainer's, in nats. Where both sides
@@ -390,6 +392,13 @@ class Config(Section):
             raise ValueError(
                 "sampling.group_size = 1: advantages are relative to the group, so that the reward "
                 "would vanish; sample each prompt at least twice"
+            )
+        learns_from_rewards = self.trainer.algorithm.advantage.reward_coefficient > 0.0
+        if self.queue.filter_equal_scores and not learns_from_rewards:
+            raise ValueError(
+                "queue.filter_equal_scores = true drops groups by their scores, from which "
+                "trainer.algorithm.advantage.reward_coefficient = 0 does not learn; use "
+                "queue.filter_equal_scores=false"
             )
         if self.trainer.batch_groups % self.trainer.minibatches:
             raise ValueError(

@@ -65,7 +65,7 @@ class Record:
         outside = alerts(health)
         for name, bound in outside.items():
             log.warning("look at", metric=name, value=health[name], bound=tuple(bound))
-        self._write(
+        self.write(
             "step",
             step=version,
             version=version,
@@ -93,7 +93,7 @@ class Record:
         trajectories = [t for group in batch.groups for t in group.trajectories]
         scores = [t.score for t in trajectories if t.score is not None]
         lengths = [t.response_length for t in trajectories]
-        self._write(
+        self.write(
             "eval",
             phase=phase,
             version=version,
@@ -111,7 +111,8 @@ class Record:
             path = self._samples / f"step-{version:06d}.pb"
             path.write_bytes(batch.groups[0].to_wire().SerializeToString())
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, **values: Any) -> None:
+        """A row of metrics.jsonl; its numbers are gauges as well."""
         self._file.write(json.dumps({"kind": kind, **_rounded(values)}) + "\n")
         for name, value in values.items():
             if isinstance(value, int | float):

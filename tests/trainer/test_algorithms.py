@@ -43,7 +43,7 @@ from trainer_service.algorithms.correction import (
 from trainer_service.algorithms.critic import gae, turn_steps, value_loss
 from trainer_service.algorithms.diagnostics import alerts
 from trainer_service.algorithms.objective import Objective
-from trainer_service.algorithms.plan import TURN_ENDS, TURN_REWARDS, plan_step, reference_penalties
+from trainer_service.algorithms.plan import TURN_REWARDS, plan_step, reference_penalties
 from trainer_service.algorithms.policy_loss import TokenLosses, token_losses
 from trainer_service.algorithms.tokens import Sequences
 from trainer_service.batching import PackedBatch
@@ -110,14 +110,16 @@ def test_a_turn_is_credited_with_its_own_and_later_rewards() -> None:
 
 
 def test_turns_are_compared_over_the_group_and_spread_over_their_tokens() -> None:
-    def turns(index: int, rewards: list[float], mask: list[bool], ends: list[int]) -> Any:
-        extras = {TURN_REWARDS: np.array(rewards), TURN_ENDS: np.array(ends)}
-        plain = trajectory([1, 2], list(range(3, 3 + len(mask))), index=index, mask=mask)
+    def turns(index: int, rewards: list[float], mask: list[bool], outcome: float) -> Any:
+        extras = {TURN_REWARDS: np.array(rewards, dtype=np.float32)}
+        answer = list(range(3, 3 + len(mask)))
+        plain = trajectory([1, 2], answer, index=index, mask=mask, reward=outcome)
         return replace(plain, extras=MappingProxyType(extras))
 
-    # Two sampled tokens, one of a tool, two sampled tokens; then a trajectory of one turn.
-    members = [turns(0, [1.0, 3.0], [True, True, False, True, True], [2, 5])]
-    members.append(turns(1, [2.0], [True], [1]))
+    # Two sampled tokens, one of a tool, two sampled tokens; then a trajectory of one turn. Of the
+    # reward of 4 the second turn earned 2, and 1 came at the end.
+    members = [turns(0, [0, 1, 0, 0, 2], [True, True, False, True, True], 4.0)]
+    members.append(turns(1, [2], [True], 2.0))
     algorithm = AlgorithmConfig(advantage=CENTRED)
     (batch,) = plan_step(
         [group(members)], algorithm, microbatch_tokens=99, longest_answer=9
@@ -125,9 +127,9 @@ def test_turns_are_compared_over_the_group_and_spread_over_their_tokens() -> Non
     # Returns 4, 3 and 2, mean 3: the turn at the mean gets 0, and is packed with its trajectory.
     assert batch.advantages[batch.sequences == 0].tolist() == [1.0, 1.0, 0.0, 0.0]
     assert batch.advantages[batch.sequences == 1].tolist() == [-1.0]
-    with pytest.raises(DataError, match="turn_ends"):
+    with pytest.raises(DataError, match="turn_rewards"):
         plan_step(
-            [group([turns(0, [1.0, 3.0], [True], [1, 2]), members[1]])],
+            [group([turns(0, [1.0, 3.0], [True], 4.0), members[1]])],
             algorithm,
             microbatch_tokens=99,
             longest_answer=9,

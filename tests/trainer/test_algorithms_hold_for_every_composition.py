@@ -164,7 +164,7 @@ def test_the_split_into_microbatches_and_over_ranks_does_not_matter(
 @given(
     algorithm=algorithms(),
     seed=st.integers(0, 10_000),
-    where=st.sampled_from(["logprobs", "behaviour", "proximal", "reference"]),
+    where=st.sampled_from(["logprobs", "entropy", "behaviour", "proximal", "reference"]),
     poison=st.sampled_from(GARBAGE[:3]),
 )
 def test_a_poisoned_token_is_masked_and_counted(
@@ -176,15 +176,18 @@ def test_a_poisoned_token_is_masked_and_counted(
     (batch,) = plan.microbatches
     place = seed % batch.targets.size
     logprobs = CURRENT(batch)
+    entropy = torch.ones_like(logprobs)
     if where == "logprobs":
         logprobs[place] = poison
+    elif where == "entropy":
+        entropy[place] = poison
     else:
         values = getattr(batch, where).copy()
         values[place] = poison
         batch = replace(batch, **{where: values})
     objective = Objective(algorithm, VERSION, replace(plan, microbatches=(batch,)))
     logprobs.requires_grad_()
-    loss = objective(batch, logprobs, torch.ones_like(logprobs))
+    loss = objective(batch, logprobs, entropy)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert torch.isfinite(loss)
     assert gradient.isfinite().all()

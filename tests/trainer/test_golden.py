@@ -314,4 +314,6 @@ def test_value_clipped() -> None:
 
 def test_every_case_is_tested() -> None:
     """Runs last in this file."""
+    if not TESTED:
+        pytest.skip("looks at what the tests before it did")
     assert sorted(TESTED) == sorted(CASES)

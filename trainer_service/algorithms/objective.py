@@ -76,7 +76,7 @@ class Objective:
         start = current if batch.proximal is None else tensor(batch.proximal)
         proximal = proximal_logprobs(algorithm.proximal, current, start, behaviour, staleness)
         valid = torch.ones_like(staleness, dtype=torch.bool)
-        for values in (current, start, proximal, behaviour, advantages):
+        for values in (current, start, proximal, behaviour, advantages, entropy.detach()):
             valid = valid & values.isfinite()
         reference = None
         if algorithm.needs_reference:

@@ -20,9 +20,7 @@ from trainer_service.batching import PackedBatch, StepPlan, pack
 Float64Array = npt.NDArray[np.float64]
 
 TURN_REWARDS = "turn_rewards"
-"""Extra of a trajectory, float [turns]: what each turn earned, in place of `reward`."""
-TURN_ENDS = "turn_ends"
-"""Extra beside it, int [turns]: how many response tokens lie before the end of each turn."""
+"""Extra of a trajectory, float [response]: what each turn earned, at one of its tokens."""
 
 
 def plan_step(
@@ -59,17 +57,15 @@ def plan_step(
             config.overlong_tokens,
             config.overlong_penalty,
         )
+    turns = [_turns(trajectory) for trajectory in trajectories]
     rewards = []
-    for trajectory, penalty in zip(trajectories, off, strict=True):
-        own = config.reward_coefficient * _turn_rewards(trajectory)
+    for (_, earned), penalty in zip(turns, off, strict=True):
+        own = config.reward_coefficient * earned
         own[-1] -= penalty
         rewards.append(own)
     sizes = [len(group.trajectories) for group in groups]
     of_turns = group_relative(rewards, np.repeat(np.arange(len(groups)), sizes), config)
-    advantages = [
-        turns[_token_turns(trajectory)]
-        for trajectory, turns in zip(trajectories, of_turns, strict=True)
-    ]
+    advantages = [own[places] for (places, _), own in zip(turns, of_turns, strict=True)]
     lengths = [values.size for values in advantages]
     if config.normalise is Normalise.BATCH and advantages:
         whole = whiten(np.concatenate(advantages))
@@ -114,40 +110,31 @@ def _moves_without_advantage(algorithm: AlgorithmConfig) -> bool:
     return in_loss or algorithm.entropy_coefficient > 0.0
 
 
-def _turn_rewards(trajectory: Trajectory) -> Float64Array:
-    """float64 [turns], a copy.
+def _turns(trajectory: Trajectory) -> tuple[npt.NDArray[np.intp], Float64Array]:
+    """The turn of each trained token, int [tokens], and what each turn earned, float64 [turns].
+
+    Without rewards by turn there is one turn. With them, a turn is a run of trained tokens and what
+    follows up to the next; what of the reward no turn earned counts for the last one.
 
     Raises:
-        DataError: There is no reward, or its turns do not fit the response.
+        DataError: There is no reward, or rewards by turn do not fit the response.
     """
-    by_turn = trajectory.extras.get(TURN_REWARDS)
-    if by_turn is None:
-        if trajectory.reward is None:
-            raise DataError(
-                f"trajectory {trajectory.trajectory_id!r} has no reward: partial generations are "
-                "continued, not trained"
-            )
-        return np.array([trajectory.reward], dtype=np.float64)
-    ends = trajectory.extras.get(TURN_ENDS, np.zeros(0))
-    if (
-        by_turn.ndim != 1
-        or by_turn.size == 0
-        or ends.shape != by_turn.shape
-        or (np.diff(ends) < 0).any()
-        or ends[-1] != trajectory.response_length
-    ):
+    if trajectory.reward is None:
         raise DataError(
-            f"trajectory {trajectory.trajectory_id!r}: {TURN_REWARDS} {list(by_turn.shape)}, "
-            f"{TURN_ENDS} = {ends.tolist()}: give one of each a turn, ends in order, the last at "
-            f"the response's, {trajectory.response_length}"
+            f"trajectory {trajectory.trajectory_id!r} has no reward: partial generations are "
+            "continued, not trained"
         )
-    return by_turn.astype(np.float64)
-
-
-def _token_turns(trajectory: Trajectory) -> npt.NDArray[np.intp]:
-    """int [trained tokens], the turn of each."""
-    trained = np.flatnonzero(trajectory.loss_mask)
-    ends = trajectory.extras.get(TURN_ENDS)
-    if ends is None or TURN_REWARDS not in trajectory.extras:
-        return np.zeros(trained.size, dtype=np.intp)
-    return np.searchsorted(ends, trained, side="right")
+    mask = trajectory.loss_mask
+    by_token = trajectory.extras.get(TURN_REWARDS)
+    if by_token is None or not mask.any():
+        whole = np.array([trajectory.reward], dtype=np.float64)
+        return np.zeros(trajectory.trained_tokens, dtype=np.intp), whole
+    if by_token.shape != mask.shape or not np.isfinite(by_token).all():
+        raise DataError(
+            f"trajectory {trajectory.trajectory_id!r}: {TURN_REWARDS} {list(by_token.shape)}: give "
+            f"one finite number for each of the {mask.size} response tokens"
+        )
+    starts = np.flatnonzero(mask & ~np.insert(mask[:-1], 0, False))
+    earned = np.add.reduceat(by_token.astype(np.float64), starts)
+    earned[-1] += trajectory.reward - float(by_token.sum())
+    return np.searchsorted(starts, np.flatnonzero(mask), side="right") - 1, earned
