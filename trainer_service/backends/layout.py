@@ -107,3 +107,9 @@ class Layout:
                     f"trainer.layout: {name} = {parts} does not divide the model's {size} {what}; "
                     "use a divisor"
                 )
+        if model.experts and self.ep % self.tp:
+            # Megatron sums gradients of experts that are not spread as if tp ranks were equal.
+            raise ConfigError(
+                f"trainer.layout: ep = {self.ep} with tp = {self.tp}: a model with experts needs "
+                "ep to be a multiple of tp"
+            )
