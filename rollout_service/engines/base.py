@@ -84,6 +84,43 @@ class CanaryError(EngineError):
     """The engine's log-probabilities are not those of the weights it was given."""
 
 
+def check_request(request: GenerateRequest, context: int, vocabulary: int) -> None:
+    """What every engine refuses.
+
+    Raises:
+        EngineError: no room for an answer, ids that the model does not know, or nothing to resume.
+    """
+    name = f"request {request.request_id!r}: prompt"
+    check_tokens(name, request.prompt, context, vocabulary)
+    if request.resume is None and request.prompt.size >= context:
+        raise EngineError(
+            f"{name} of {request.prompt.size} tokens leaves no room in the context of {context}; "
+            "shorten the prompt or raise model.context"
+        )
+    if request.resume is not None and request.resume.finish_reason is not FinishReason.UNFINISHED:
+        raise EngineError(
+            f"request {request.request_id!r}: resume has ended "
+            f"({request.resume.finish_reason.name}); resume unfinished generations only"
+        )
+
+
+def check_tokens(name: str, tokens: Int32Array, context: int, vocabulary: int) -> None:
+    """Raises `EngineError` for ids that the model cannot take."""
+    if tokens.size == 0:
+        raise EngineError(f"{name} is empty; give at least one token")
+    if tokens.size > context:
+        raise EngineError(
+            f"{name} of {tokens.size} tokens is longer than the context of {context}; shorten it "
+            "or raise model.context"
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise EngineError(
+            f"{name} holds id {low if low < 0 else high}, outside the vocabulary of {vocabulary}; "
+            "is it another model's tokenizer?"
+        )
+
+
 def prove(canary: Canary, version: int, logprobs: Float32Array) -> None:
     """Compares an engine's log-probabilities of the canary, float32 [n - 1], with the trainer's.
 

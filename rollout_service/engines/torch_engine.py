@@ -31,13 +31,15 @@ import torch
 from leeway.config import UpdateMode
 from leeway.errors import DeadlineError, EngineError, InfrastructureError, LeewayError
 from leeway.manifests import Canary
-from leeway.trajectory import FinishReason, Int32Array
+from leeway.trajectory import Int32Array
 from rollout_service.engines.base import (
     CanaryError,
     EngineStats,
     GenerateRequest,
     Generation,
     Update,
+    check_request,
+    check_tokens,
 )
 from rollout_service.engines.scheduler import ContinuousBatch, RunningSequence
 from rollout_service.engines.torch_model import HeldModel
@@ -156,21 +158,7 @@ class TorchEngine:
         return self._model.vocabulary_size
 
     def check(self, request: GenerateRequest) -> None:
-        name = f"request {request.request_id!r}: prompt"
-        self._validate_tokens(name, request.prompt)
-        known = request.prompt.size
-        if request.resume is not None:
-            if request.resume.finish_reason is not FinishReason.UNFINISHED:
-                raise EngineError(
-                    f"request {request.request_id!r}: resume has ended "
-                    f"({request.resume.finish_reason.name}); resume unfinished generations only"
-                )
-            known += request.resume.token_ids.size
-        if known >= self.context_length and request.resume is None:
-            raise EngineError(
-                f"{name} of {known} tokens leaves no room in the context of {self.context_length}; "
-                "shorten the prompt or raise model.context"
-            )
+        check_request(request, self.context_length, self.vocabulary_size)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
         """Queues at the call itself, not when first iterated.
@@ -212,7 +200,7 @@ class TorchEngine:
             CanaryError: the engine does not hold what it was given; it has failed.
         """
         if canary is not None:
-            self._validate_tokens("canary", canary.token_ids)
+            check_tokens("canary", canary.token_ids, self.context_length, self.vocabulary_size)
         staged = await asyncio.to_thread(self._model.weights.stage, updates)
         seconds: float = await self._call(
             _Swap(staged=staged, version=version, mode=mode, canary=canary)
@@ -266,21 +254,6 @@ class TorchEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _validate_tokens(self, name: str, tokens: Int32Array) -> None:
-        if tokens.size == 0:
-            raise EngineError(f"{name} is empty; give at least one token")
-        if tokens.size > self.context_length:
-            raise EngineError(
-                f"{name} of {tokens.size} tokens is longer than the context of "
-                f"{self.context_length}; shorten it or raise model.context"
-            )
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocabulary_size:
-            raise EngineError(
-                f"{name} holds id {low if low < 0 else high}, outside the vocabulary of "
-                f"{self.vocabulary_size}; is it another model's tokenizer?"
-            )
 
     # In the engine's thread.
 

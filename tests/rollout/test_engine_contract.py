@@ -1,0 +1,243 @@
+"""One contract, every engine: torch, and a real SGLang server where LEEWAY_SGLANG_PYTHON names one.
+
+`make test-sglang` sets such a server up. Greedy where tokens are compared, since some servers
+ignore seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from leeway.config import UpdateMode
+from leeway.errors import EngineError
+from leeway.manifests import Canary
+from leeway.trajectory import FinishReason, Sampling
+from leeway.versions import expand
+from rollout_service.engines.base import (
+    CanaryError,
+    ChangedElements,
+    Engine,
+    GenerateRequest,
+    Generation,
+)
+from rollout_service.engines.server_process import server_process
+from rollout_service.engines.sglang_engine import SglangEngine
+from rollout_service.engines.torch_engine import TorchEngine
+from tests.rollout.tiny_models import (
+    CONTEXT,
+    VOCABULARY,
+    plain_logprobs,
+    save_tiny_model,
+    weights_of,
+)
+
+SGLANG_PYTHON = os.environ.get("LEEWAY_SGLANG_PYTHON", "")
+SGLANG = [
+    "env", "SGLANG_USE_CPU_ENGINE=1", "OMP_NUM_THREADS=1",
+    SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", "{model}", "--port", "{port}",
+    "--host", "127.0.0.1", "--device", "cpu", "--attention-backend", "torch_native",
+    "--disable-overlap-schedule", "--sleep-on-idle", "--dtype", "float32",
+    "--skip-tokenizer-init", "--mem-fraction-static", "0.3", "--max-total-tokens", "16384",
+    "--max-running-requests", "32",
+]  # fmt: skip
+START_SECONDS = 400.0
+SECONDS = 120.0
+TOLERANCE = 1e-4
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="LEEWAY_SGLANG_PYTHON is not set")
+
+
+class Served:
+    """An engine, and the model directory whose weights it holds."""
+
+    def __init__(self, engine: Engine, models: list[Path]) -> None:
+        self.engine = engine
+        self.models = models
+        self.holds = models[0]
+
+    async def swap(self, number: int, mode: UpdateMode, **more: Any) -> None:
+        """To the weights of a model, under the next version."""
+        self.holds = self.models[number]
+        await self.engine.swap(weights_of(self.holds), self.engine.version + 1, mode, **more)
+
+    async def greedy(self, prompt: list[int], tokens: int = 12) -> Generation:
+        (generation,) = await collect(self.engine, [request("greedy", prompt, tokens)])
+        return generation
+
+    def check(self, generation: Generation, prompt: list[int]) -> None:
+        """The tokens are the plain model's, and so are their log-probabilities."""
+        whole = np.concatenate([np.array(prompt), generation.token_ids])
+        plain = plain_logprobs(self.holds, whole)[len(prompt) - 1 : -1]
+        assert np.array_equal(plain.argmax(-1), generation.token_ids)
+        chosen = plain[np.arange(len(plain)), generation.token_ids]
+        assert np.abs(chosen - generation.logprobs).max() < TOLERANCE
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["torch", pytest.param("sglang", marks=needs_sglang)],
+)
+async def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
+    directory = tmp_path_factory.mktemp("models")
+    models = [save_tiny_model(directory / str(seed), seed=seed) for seed in range(3)]
+    if request.param == "torch":
+        torch = TorchEngine(models[0], concurrency=16)
+        yield Served(torch, models)
+        await torch.close()
+        return
+    log = directory / "server.log"
+    async with server_process(SGLANG, models[0], log) as (url, process):
+        connecting = asyncio.create_task(
+            SglangEngine.connect(url, models[0], start_seconds=START_SECONDS)
+        )
+        ending = asyncio.create_task(process.wait())
+        await asyncio.wait({connecting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        assert connecting.done(), log.read_text()[-3000:]
+        ending.cancel()
+        sglang = connecting.result()
+        yield Served(sglang, models)
+        await sglang.close()
+
+
+def request(
+    name: str, prompt: list[int], tokens: int = 12, temperature: float = 0.0, **more: Any
+) -> GenerateRequest:
+    sampling = Sampling(temperature=temperature, max_new_tokens=tokens)
+    return GenerateRequest(name, np.array(prompt, dtype=np.int32), sampling, 7, **more)
+
+
+async def collect(engine: Engine, requests: list[GenerateRequest]) -> list[Generation]:
+    async with asyncio.timeout(SECONDS):
+        return [generation async for generation in engine.generate(requests)]
+
+
+async def test_ids_log_probabilities_and_versions(served: Served) -> None:
+    generation = await served.greedy([5, 6, 9])
+    assert generation.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert generation.token_ids.dtype == np.int32
+    assert generation.logprobs.dtype == np.float32
+    assert set(expand(generation.versions)) == {served.engine.version}
+    served.check(generation, [5, 6, 9])
+
+
+async def test_log_probabilities_are_after_temperature(served: Served) -> None:
+    prompt = [11, 12, 13]
+    (generation,) = await collect(served.engine, [request("warm", prompt, 12, temperature=0.7)])
+    whole = np.concatenate([np.array(prompt), generation.token_ids])
+    plain = plain_logprobs(served.holds, whole, temperature=0.7)[len(prompt) - 1 : -1]
+    chosen = plain[np.arange(len(plain)), generation.token_ids]
+    assert np.abs(chosen - generation.logprobs).max() < TOLERANCE
+
+
+async def test_many_at_once_are_each_themselves(served: Served) -> None:
+    prompts = {f"many {i}": [3 + i % 5, 8, 20 + i] for i in range(12)}
+    generations = await collect(served.engine, [request(n, p) for n, p in prompts.items()])
+    assert {g.request_id for g in generations} == set(prompts)
+    for generation in generations:
+        served.check(generation, prompts[generation.request_id])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fault"),
+    [([], "empty"), ([1] * CONTEXT, "no room"), ([VOCABULARY], "outside the vocabulary")],
+)
+async def test_what_cannot_be_served_is_refused_before_anything_is_queued(
+    served: Served, prompt: list[int], fault: str
+) -> None:
+    with pytest.raises(EngineError, match=fault):
+        served.engine.generate([request("good", [1, 2]), request("bad", prompt)])
+    assert served.engine.stats().running == 0
+
+
+async def test_an_aborted_generation_goes_on_where_it_was(served: Served) -> None:
+    prompt = [21, 22, 23]
+    whole = await served.greedy(prompt, 200)
+    begun = asyncio.Event()
+    running = asyncio.create_task(
+        collect(served.engine, [request("cut", prompt, 200, on_tokens=lambda _: begun.set())])
+    )
+    async with asyncio.timeout(SECONDS):
+        await begun.wait()
+        await served.engine.abort(["cut", "never heard of"])
+        (partial,) = await running
+    if partial.finish_reason is FinishReason.UNFINISHED:
+        resumed = [request("again", prompt, 200, resume=partial)]
+        (partial,) = await collect(served.engine, resumed)
+    assert np.array_equal(partial.token_ids, whole.token_ids)
+    assert np.abs(partial.logprobs - whole.logprobs).max() < TOLERANCE
+
+
+async def test_tokens_are_told_as_they_come(served: Served) -> None:
+    told: list[int] = []
+    follow = request("told", [31, 32], 60, on_tokens=lambda ids: told.extend(ids.tolist()))
+    (generation,) = await collect(served.engine, [follow])
+    assert told == generation.token_ids[: len(told)].tolist()
+    assert told
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_two_updates_in_a_row_under_load(served: Served, mode: UpdateMode) -> None:
+    first = served.engine.version
+    prompt = [41, 42, 43]
+    old = await served.greedy(prompt)
+    served.check(old, prompt)
+    generations = []
+    for number in (1, 2):
+        load = [request(f"{number}/{i}", [50 + i, 4], 220) for i in range(4)]
+        running = asyncio.create_task(collect(served.engine, load))
+        await _running(served.engine)
+        await served.swap(number, mode)
+        assert served.engine.version == first + number
+        # A cached prefix of the old weights would show here.
+        served.check(await served.greedy(prompt), prompt)
+        generations += await running
+    for generation in generations:
+        versions = expand(generation.versions)
+        assert versions.size == generation.token_ids.size == generation.logprobs.size
+        assert (np.diff(versions) >= 0).all()
+        assert first <= versions.min() and versions.max() <= first + 2
+    await served.swap(0, mode)
+
+
+async def test_changed_elements_are_as_good_as_whole_tensors(served: Served) -> None:
+    target = weights_of(served.models[1])
+    updates = {}
+    for name, new in target.items():
+        old = weights_of(served.holds)[name]
+        positions = np.flatnonzero(old.reshape(-1) != new.reshape(-1))
+        updates[name] = ChangedElements(positions, new.reshape(-1)[positions])
+    served.holds = served.models[1]
+    await served.engine.swap(updates, served.engine.version + 1, UpdateMode.IN_PLACE)
+    served.check(await served.greedy([61, 62]), [61, 62])
+    await served.swap(0, UpdateMode.IN_PLACE)
+
+
+async def test_a_canary_that_agrees_and_one_that_does_not(served: Served) -> None:
+    ids = np.array([5, 9, 17, 33], dtype=np.int32)
+    plain = plain_logprobs(served.models[1], ids)[:-1]
+    expected = plain[np.arange(3), ids[1:]].astype(np.float32)
+    await served.swap(1, UpdateMode.RECOMPUTE, canary=Canary(ids, expected, 1e-3))
+    served.check(await served.greedy([71, 72]), [71, 72])
+    # The last test of this engine: after it, nothing is served any more.
+    with pytest.raises(CanaryError):
+        await served.swap(2, UpdateMode.RECOMPUTE, canary=Canary(ids, expected, 1e-3))
+    with pytest.raises(EngineError):
+        await served.greedy([71, 72])
+
+
+async def _running(engine: Engine) -> None:
+    async with asyncio.timeout(SECONDS):
+        while engine.stats().running == 0:
+            await asyncio.sleep(0.005)
