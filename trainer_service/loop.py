@@ -25,12 +25,13 @@ from typing import Any, TypeVar
 import structlog
 
 from leeway.config import Config, OverBudget
-from leeway.errors import ConfigError, LeewayError
+from leeway.errors import LeewayError
 from leeway.health import HEALTH
 from leeway.tasks import Sampler
 from leeway.telemetry import Spans
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
+from trainer_service.algorithms.diagnostics import engine_agrees
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.base import Backend
 from trainer_service.batching import StepPlan
@@ -49,9 +50,6 @@ T = TypeVar("T")
 # are replaced from them at once.
 _WAITING_CAPACITIES = 2
 _FEED_SECONDS = 0.5
-# Engine and trainer compute the same numbers in different orders; more than this is another model,
-# temperature or precision on one side.
-_MOST_MISMATCH_KL = 0.01
 
 
 class Stopped(Exception):  # noqa: N818 - not an error
@@ -169,31 +167,14 @@ class Trainer:
         )
         version = self._position.version
         objectives = [Objective(trainer.algorithm, version, plan) for plan in plans]
-        for index, (plan, objective) in enumerate(zip(plans, objectives, strict=True)):
+        for plan, objective in zip(plans, objectives, strict=True):
             self._backend.accumulate(plan.microbatches, objective)
-            if index == 0:
-                self._check_engine(objective)
+            if not self._checked_engine and objective is objectives[0]:
+                self._checked_engine = engine_agrees(objective.metrics())
             with self._gate:
                 self._changed = True
                 result = self._backend.apply()
         return Learned(plans, objectives, result.grad_norm, result.lr)
-
-    def _check_engine(self, objective: Objective) -> None:
-        """Once a life: on tokens of the trainer's own version both sides hold the same numbers.
-
-        Raises:
-            ConfigError: they do not; every importance ratio would be wrong.
-        """
-        mismatch = objective.metrics().get("mismatch_kl_k3_mean")
-        if self._checked_engine or mismatch is None:
-            return
-        self._checked_engine = True
-        if mismatch > _MOST_MISMATCH_KL:
-            raise ConfigError(
-                f"engine and trainer disagree: KL {mismatch:.4f} nats a token on tokens of the "
-                f"trainer's own version, bound {_MOST_MISMATCH_KL}; see that both use the same "
-                "model, temperature and precision"
-            )
 
     # The queue -----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from leeway.algorithm import (
     RejectLevel,
     WeightConfig,
 )
-from leeway.errors import DataError
+from leeway.errors import ConfigError, DataError
 from trainer_service.algorithms.advantages import group_relative, overlong_penalty, whiten
 from trainer_service.algorithms.aggregation import token_weights
 from trainer_service.algorithms.correction import (
@@ -41,7 +41,7 @@ from trainer_service.algorithms.correction import (
     second_moment_bound,
 )
 from trainer_service.algorithms.critic import gae, turn_steps, value_loss
-from trainer_service.algorithms.diagnostics import alerts
+from trainer_service.algorithms.diagnostics import alerts, engine_agrees
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import TURN_REWARDS, plan_step, reference_penalties
 from trainer_service.algorithms.policy_loss import TokenLosses, token_losses
@@ -438,6 +438,22 @@ def test_trajectories_without_trained_tokens_are_in_no_denominator() -> None:
     weights = token_weights(Aggregation.SEQ_MEAN_TOKEN_MEAN, [4, 0, 2], 1)
     assert weights.tolist() == [1 / 8, 0.0, 1 / 4]
     assert token_weights(Aggregation.TOKEN_MEAN, [0, 0], 1).tolist() == [0.0, 0.0]
+
+
+def test_an_engine_with_other_numbers_is_noticed_on_the_first_fresh_batch() -> None:
+    """A temperature or a head in another precision on one side shows as KL on own tokens."""
+    algorithm = AlgorithmConfig()
+
+    def metrics(behaviour: list[float], version: int) -> dict[str, float]:
+        objective = Objective(algorithm, 4)
+        logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+        objective(drawn(behaviour, version=version), logprobs, logprobs.detach())
+        return objective.metrics()
+
+    assert engine_agrees(metrics([-1.0, -1.0001], version=4))
+    assert not engine_agrees(metrics([-1.0, -2.0], version=3))
+    with pytest.raises(ConfigError, match="temperature and precision"):
+        engine_agrees(metrics([-1.0, -1.3], version=4))
 
 
 def test_metrics_outside_their_bounds_are_named() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leeway.algorithm import KlEstimator
+from leeway.errors import ConfigError
 from trainer_service.algorithms.correction import Correction
 from trainer_service.algorithms.kl import kl
 from trainer_service.algorithms.policy_loss import TokenLosses
@@ -41,6 +42,29 @@ ALERTS: Mapping[str, Bound] = {
     "poisoned_tokens": Bound(0.0, 0.0),
 }
 """Outside of these a person should look; docs/metrics.md says at what."""
+
+
+MOST_MISMATCH_KL = 0.01
+"""Engine and trainer compute the same numbers in different orders; more than this, in nats a token,
+is another model, temperature or precision on one side."""
+
+
+def engine_agrees(metrics: Mapping[str, float]) -> bool:
+    """Whether engine and trainer were seen to hold the same numbers: the check of a first batch.
+
+    False when no token was of the trainer's own version, so that nothing could be compared.
+
+    Raises:
+        ConfigError: They do not; every importance ratio would be wrong.
+    """
+    mismatch = metrics.get("mismatch_kl_k3_mean")
+    if mismatch is not None and mismatch > MOST_MISMATCH_KL:
+        raise ConfigError(
+            f"engine and trainer disagree: KL {mismatch:.4f} nats a token on tokens of the "
+            f"trainer's own version, bound {MOST_MISMATCH_KL}; see that both use the same model, "
+            "temperature and precision"
+        )
+    return mismatch is not None
 
 
 def alerts(metrics: Mapping[str, float]) -> dict[str, Bound]:
@@ -91,7 +115,7 @@ class TokenSums:
         """Means, fractions and maxima over the tokens that were computed.
 
         The off-policy ratio is pi_prox / pi_behav; with `proximal` = behaviour that of the policy
-        at the start of the batch.
+        at the start of the batch, or of the step where nothing scores the batch before.
 
         loss_sum                 aggregated loss
         effective_sample_size    (sum w)^2 / (n sum w^2) of the weights that apply, 0 to 1
