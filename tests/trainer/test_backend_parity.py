@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_cases import tiny_model
 
 pytest.importorskip("megatron.core")
@@ -51,6 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     for family in {family for _, family, _, _ in CASES}:
         tiny_model(family, directory / family, rounded=False, scale=0.1, **SHAPE)
     keys = ("backend", "family", "layout", "settings")
+    devices = {} if torch.cuda.device_count() >= RANKS else {"CUDA_VISIBLE_DEVICES": ""}
     cases, out = directory / "cases.json", directory / "found.json"
     cases.write_text(json.dumps([dict(zip(keys, case, strict=True)) for case in CASES]))
     done = subprocess.run(
@@ -62,7 +64,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **devices},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {name(case): own for case, own in zip(CASES, json.loads(out.read_text()), strict=True)}
