@@ -32,15 +32,15 @@ from typing import Any
 import numpy as np
 import torch
 from common import finish
+from tiny_policy import ANSWER, PROMPT, Policy, lengths_of, right, scores, taught, words
 from torch import Tensor, nn
-from torch.nn import functional
 
 from leeway.algorithm import AlgorithmConfig
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
-from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.batching import StepPlan
 
 ETAS = (0, 8, 32, 1, 4, 64)
 SEEDS = (0, 1, 2, 3, 4)
@@ -48,14 +48,8 @@ STEPS = 200
 RESULTS = Path(__file__).with_name("staleness.jsonl")
 DOCS = Path(__file__).parents[1] / "docs"
 
-LETTERS, WORD = 26, 5
-SEPARATOR, END = 26, 27
-VOCABULARY = 32
-PROMPT, ANSWER = WORD + 1, WORD + 2
-HIDDEN, LAYERS, HEADS = 64, 2, 4
 PROMPTS, SAMPLES, MINIBATCHES = 32, 8, 2
 LR, MAX_GRAD_NORM = 2e-4, 1.0
-SUPERVISED_STEPS, SUPERVISED_ROWS, SUPERVISED_LR = 160, 128, 1e-3
 EVALUATE_EVERY, EVALUATE_PROMPTS, FINAL_PROMPTS = 20, 512, 4096
 
 BEHAVIOUR = {"proximal": "behaviour"}
@@ -91,118 +85,6 @@ METHODS: dict[str, dict[str, Any]] = {
 """Settings of trainer.algorithm. Two are no method but a measure: `uncorrected` takes stale data as
 if it were fresh, which Leeway refuses to; `delayed_gradient` has no off-policy error, only delay:
 the gradient of the old policy on its own fresh data, applied to the new one."""
-
-
-class Policy(nn.Module):
-    """A causal transformer over rows of equal length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.places = nn.Embedding(PROMPT + ANSWER, HIDDEN)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "before_attention": nn.LayerNorm(HIDDEN),
-                    "qkv": nn.Linear(HIDDEN, 3 * HIDDEN),
-                    "out": nn.Linear(HIDDEN, HIDDEN),
-                    "before_mlp": nn.LayerNorm(HIDDEN),
-                    "up": nn.Linear(HIDDEN, 4 * HIDDEN),
-                    "down": nn.Linear(4 * HIDDEN, HIDDEN),
-                }
-            )
-            for _ in range(LAYERS)
-        )
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-
-    def forward(self, ids: Tensor, cache: list[Tensor] | None = None) -> Tensor:
-        """Logits, float32 [rows, tokens, vocabulary].
-
-        Args:
-            ids: int64 [rows, tokens], the next ones behind what the cache has seen.
-            cache: Of each layer keys and values; extended in place.
-        """
-        seen = cache[0].shape[3] if cache else 0
-        rows, length = ids.shape
-        x = self.tokens(ids) + self.places.weight[seen : seen + length]
-        for index, layer in enumerate(self.layers):
-            qkv = layer["qkv"](layer["before_attention"](x))
-            q, *kv = qkv.view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-            if cache is not None:
-                held = torch.stack(kv)
-                if index < len(cache):
-                    held = torch.cat([cache[index], held], dim=3)
-                    cache[index] = held
-                else:
-                    cache.append(held)
-                kv = list(held)
-            attended = functional.scaled_dot_product_attention(q, *kv, is_causal=length > 1)
-            x = x + layer["out"](attended.transpose(1, 2).reshape(rows, length, HIDDEN))
-            x = x + layer["down"](functional.gelu(layer["up"](layer["before_mlp"](x))))
-        return self.head(self.norm(x))
-
-    @torch.no_grad()
-    def sample(self, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """int64 and float32 [rows, ANSWER]: answers, and log-probabilities; after END both 0."""
-        cache: list[Tensor] = []
-        ids, done = prompts, torch.zeros(len(prompts), dtype=torch.bool)
-        tokens, logprobs = [], []
-        for _ in range(ANSWER):
-            scores = self(ids, cache)[:, -1].log_softmax(dim=-1)
-            drawn = torch.multinomial(scores.exp(), 1, generator=generator)
-            tokens.append(torch.where(done, 0, drawn[:, 0]))
-            logprobs.append(torch.where(done, 0.0, scores.gather(1, drawn)[:, 0]))
-            done = done | (drawn[:, 0] == END)
-            ids = drawn
-        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
-
-
-def words(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Prompts, int64 [rows, PROMPT], and right answers with END, int64 [rows, WORD + 1]."""
-    letters = torch.randint(LETTERS, (rows, WORD), generator=generator)
-    mark, end = torch.full((rows, 1), SEPARATOR), torch.full((rows, 1), END)
-    return torch.cat([letters, mark], dim=1), torch.cat([letters.flip(1), end], dim=1)
-
-
-def lengths_of(answers: Tensor) -> Tensor:
-    """int64 [rows]: tokens up to END, that one included."""
-    ended = (answers == END).int()
-    return torch.where(ended.any(dim=1), ended.argmax(dim=1) + 1, ANSWER)
-
-
-def right(answers: Tensor, truth: Tensor) -> Tensor:
-    """float32 [rows]."""
-    return (answers[:, : WORD + 1] == truth).all(dim=1).float()
-
-
-def taught(seed: int, kept: Path) -> Policy:
-    """The policy that reinforcement begins with: half of its lessons had random answers.
-
-    Args:
-        kept: Where it is kept, since all runs of a seed begin with it.
-    """
-    torch.manual_seed(seed)
-    if kept.exists():
-        policy = Policy()
-        policy.load_state_dict(torch.load(kept, weights_only=True))
-        return policy
-    generator = torch.Generator().manual_seed(seed)
-    policy = Policy()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=SUPERVISED_LR, weight_decay=0.0)
-    for _ in range(SUPERVISED_STEPS):
-        prompts, truth = words(SUPERVISED_ROWS, generator)
-        noise = torch.randint(LETTERS, (SUPERVISED_ROWS // 2, WORD), generator=generator)
-        truth[: SUPERVISED_ROWS // 2, :WORD] = noise
-        ids = torch.cat([prompts, truth], dim=1)
-        logits = policy(ids[:, :-1])[:, PROMPT - 1 :]
-        loss = functional.cross_entropy(logits.flatten(0, 1), truth.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    torch.save(policy.state_dict(), kept.with_suffix(".partial"))
-    kept.with_suffix(".partial").rename(kept)
-    return policy
 
 
 class Run:
@@ -322,22 +204,6 @@ class Run:
         return float(right(answers, truth).mean())
 
 
-def scores(policy: Policy, batch: PackedBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, float32 [n], of a micro-batch's trained tokens.
-
-    Every token of an answer is trained, so that a sequence's tokens are its answer's, in order.
-    """
-    owners = torch.from_numpy(batch.sequences)
-    starts = np.flatnonzero(np.diff(batch.sequences, prepend=-1))
-    counts = np.diff(np.append(starts, batch.sequences.size))
-    places = torch.from_numpy(np.arange(batch.sequences.size) - np.repeat(starts, counts))
-    used, own = torch.unique(owners, return_inverse=True)
-    logits = policy(rows[used, :-1])[own, PROMPT - 1 + places]
-    distributions = logits.log_softmax(dim=-1)
-    logprobs = distributions.gather(1, torch.from_numpy(batch.targets)[:, None])[:, 0]
-    return logprobs, -(distributions.exp() * distributions).sum(dim=1)
-
-
 def read(results: Path) -> dict[tuple[str, int, int], dict[str, Any]]:
     """Finished runs by method, eta and seed."""
     if not results.exists():
@@ -369,48 +235,67 @@ def run_one(method: str, eta: int, seed: int, results: Path) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def table(runs: Mapping[tuple[str, int, int], Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """reward[method][eta]: mean, standard error, seeds."""
+Runs = Mapping[tuple[str, int, int], Mapping[str, Any]]
+
+
+def table(runs: Runs) -> dict[str, dict[str, Any]]:
+    """reward[method][eta]: mean, standard error, seeds; and the mean over the whole curve, which
+    says how fast it was learned."""
     found: dict[str, dict[str, Any]] = {}
     for method in METHODS:
         for eta in sorted({key[1] for key in runs if key[0] == method}):
-            rewards = [row["reward"] for key, row in runs.items() if key[:2] == (method, eta)]
-            error = np.std(rewards, ddof=1) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
+            own = [row for key, row in runs.items() if key[:2] == (method, eta)]
+            rewards = [row["reward"] for row in own]
+            error = np.std(rewards, ddof=1) / math.sqrt(len(own)) if len(own) > 1 else None
             found.setdefault(method, {})[str(eta)] = {
                 "mean": round(float(np.mean(rewards)), 4),
                 "standard_error": None if error is None else round(float(error), 4),
-                "seeds": len(rewards),
+                "curve_mean": round(float(np.mean([row["curve"] for row in own])), 4),
+                "seeds": len(own),
             }
     return found
 
 
-def picture(rewards: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+def picture(runs: Runs, path: Path) -> None:
+    """Reward by staleness, and the learning curves of four methods where it is largest."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 6))
-    markers = "osv^<>Dph*XP"
-    for index, (method, by_eta) in enumerate(rewards.items()):
-        axes.errorbar(
+    figure, (by_staleness, by_time) = pyplot.subplots(ncols=2, figsize=(13, 5.5))
+    rewards = table(runs)
+    colours = dict(zip(METHODS, pyplot.get_cmap("tab20").colors, strict=True))
+    for method, by_eta in rewards.items():
+        by_staleness.errorbar(
             [math.log2(1 + int(eta)) for eta in by_eta],
             [cell["mean"] for cell in by_eta.values()],
             yerr=[cell["standard_error"] or 0.0 for cell in by_eta.values()],
             label=method,
-            marker=markers[index % len(markers)],
-            color=pyplot.get_cmap("tab20")(index % 20),
+            color=colours[method],
+            marker="o",
             capsize=2,
-            linewidth=2.2 if method in ("decoupled", "uncorrected", "delayed_gradient") else 1.1,
         )
-    etas = sorted({int(eta) for by_eta in rewards.values() for eta in by_eta})
-    axes.set_xticks([math.log2(1 + eta) for eta in etas], [str(eta) for eta in etas])
-    axes.set_xlabel("staleness of every batch, in policy versions")
-    axes.set_ylabel(f"reward after {STEPS} batches (mean, standard error)")
-    axes.legend(fontsize=7, ncol=2)
-    axes.grid(alpha=0.3)
+    etas = sorted({eta for _, eta, _ in runs})
+    by_staleness.set_xticks([math.log2(1 + eta) for eta in etas], [str(eta) for eta in etas])
+    by_staleness.set_xlabel("staleness of every batch, in policy versions")
+    by_staleness.set_ylabel(f"reward after {STEPS} batches (mean, standard error)")
+    by_staleness.legend(fontsize=7, ncol=2)
+    for method in ("decoupled", "ppo_behaviour", "uncorrected", "delayed_gradient"):
+        for eta, style in ((0, "-"), (8, "--"), (32, ":")):
+            curves = [row["curve"] for key, row in runs.items() if key[:2] == (method, eta)]
+            if curves and (eta or method == "decoupled"):
+                mean = np.mean(curves, axis=0)
+                batches = np.linspace(0, STEPS, mean.size)
+                label = f"{method}, {eta}"
+                by_time.plot(batches, mean, style, color=colours[method], label=label)
+    by_time.set_xlabel("batches")
+    by_time.set_ylabel("reward")
+    by_time.legend(fontsize=8)
+    for axes in (by_staleness, by_time):
+        axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -438,7 +323,7 @@ def main() -> None:
     runs = read(args.results)
     rewards = table(runs)
     (DOCS / "staleness.json").write_text(json.dumps(rewards, indent=1) + "\n")
-    picture(rewards, DOCS / "staleness.png")
+    picture(runs, DOCS / "staleness.png")
     finish(max(args.seeds), runs=len(runs), reward=rewards)
 
 
