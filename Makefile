@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test lint kill-trainer chaos format protos protos-check charts namespaces \
+.PHONY: help quickstart test test-sglang lint kill-trainer chaos format protos protos-check charts namespaces \
 	clean setup-quickstart setup-dev setup-deploy
 
 help: ## Show this list
@@ -24,6 +24,15 @@ lint: setup-dev protos-check ## Check style, types, protos and generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+
+test-sglang: setup-dev $(VENV)-sglang/.ready ## Pass the engine contract on a real SGLang server, on CPU
+	LEEWAY_SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python \
+		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
+
+# A virtual environment of its own (2.7 GB): SGLang's pins are not ours.
+$(VENV)-sglang/.ready:
+	tests/sglang_cpu/install.sh $(VENV)-sglang
+	@touch $@
 
 kill-trainer: setup-dev ## Kill trainers 20 times at random moments; their runs must not differ
 	LEEWAY_KILLS=20 $(BIN)/python -m pytest tests/test_killed_trainer.py

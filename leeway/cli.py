@@ -328,6 +328,22 @@ def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
         )
 
 
+@app.command()
+def engine(
+    base_url: Annotated[str, typer.Argument(help="Of an OpenAI-compatible server, with /v1.")],
+    model: Annotated[str, typer.Argument(help="The name under which it serves the model.")],
+) -> None:
+    """Ask a server what it can do; the key is OPENAI_API_KEY."""
+    from rollout_service.engines.capabilities import probe
+
+    found = asyncio.run(probe(base_url, model, os.environ.get("OPENAI_API_KEY", "none")))
+    if found.trains:
+        typer.echo("it returns what training needs")
+    else:
+        typer.echo("it may serve evaluation and judges, never training")
+    typer.echo(f"missing: {', '.join(found.missing) or 'nothing'}")
+
+
 def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) -> Config:
     config = configuration.load(path, overrides or ())
     telemetry.setup(config.telemetry, run=config.run.name, **identity)

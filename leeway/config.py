@@ -203,6 +203,28 @@ class GatewayConfig(Section):
     """So many answers may be under way at once; beyond, it answers 429."""
 
 
+class EngineConfig(Section):
+    """What generates. See the table of engines in docs/engine.md."""
+
+    kind: Literal["torch", "sglang"] = "torch"
+    """`torch` is embedded, for CPUs; `sglang` is a server beside the node."""
+    url: str | None = None
+    """A server that runs already, used by this node alone."""
+    command: tuple[str, ...] | None = None
+    """A command line that starts one; {model} and {port} are filled in."""
+    start_seconds: PositiveFloat = 900.0
+    """How long a server may take to load its model."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> EngineConfig:
+        servers = (self.url is not None) + (self.command is not None)
+        if servers != (self.kind != "torch"):
+            raise ValueError(
+                "engine.kind = sglang needs one of engine.url and engine.command; torch needs none"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     nodes: PositiveInt = 1
     """How many nodes `leeway up` starts."""
@@ -212,6 +234,7 @@ class RolloutConfig(Section):
     heartbeat_seconds: PositiveFloat = 5.0
     drain_seconds: PositiveFloat = 3.0
     """After SIGTERM a node returns its partial generations within this time."""
+    engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from leeway import models, rpc
 from leeway.config import Config
 from leeway.telemetry import Spans
-from rollout_service.engines.torch_engine import TorchEngine
+from rollout_service.engines.choose import open_engine
 from rollout_service.node import RolloutNode
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.relay import relaying
@@ -45,12 +45,6 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
         LeewayError: the queue or the broadcast stayed away.
     """
     model = await asyncio.to_thread(models.resolve, config.model.path)
-    engine = await asyncio.to_thread(
-        TorchEngine,
-        model,
-        concurrency=config.rollout.concurrency,
-        context=config.model.context,
-    )
     tokenizer = await asyncio.to_thread(_tokenizer, model)
     spans = Spans(config.run.path / f"spans-{node_id}.jsonl" if config.telemetry.spans else None)
     queue_address, largest = config.queue.address, config.queue.max_message_bytes
@@ -59,6 +53,7 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
             rpc.connect(queue_address, config.security, largest) as queue_channel,
             rpc.connect(config.weights.address, config.security) as weights_channel,
             relaying(config.weights, config.security) as relay,
+            open_engine(config, model, node_id) as engine,
             open_workflow(config, engine, tokenizer, node_id) as workflow,
         ):
             receiver = PolicyReceiver(
@@ -83,4 +78,3 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
             await node.run(stop)
     finally:
         spans.close()
-        await engine.close()

@@ -39,6 +39,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=optional(body, "seed", int),
         logprobs=bool(body.get("logprobs")),
+        token_ids=bool(body.get("return_token_ids")),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
     )
@@ -62,6 +63,7 @@ def render(completion: Completion, ask: Ask, form: AnswerFormat) -> dict[str, An
                 "message": _message(choice),
                 "finish_reason": choice.finish,
                 "logprobs": _logprobs(choice, form) if ask.logprobs else None,
+                **(_ids(choice) if ask.token_ids else {}),
             }
             for index, choice in enumerate(completion.choices)
         ],
@@ -157,6 +159,15 @@ def _logprobs(choice: Choice, form: AnswerFormat) -> dict[str, Any]:
             for text, logprob in zip(texts, logprobs, strict=True)
         ],
         "refusal": None,
+    }
+
+
+def _ids(choice: Choice) -> dict[str, list[int]]:
+    sampled = choice.token_ids
+    whole = choice.answer.sequence()
+    return {
+        "prompt_token_ids": whole[: whole.size - sampled.size].tolist(),
+        "token_ids": sampled.tolist(),
     }
 
 

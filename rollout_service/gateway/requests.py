@@ -38,6 +38,7 @@ class Ask:
         stop: Texts that end an answer.
         seed: Asking the same of the same weights with the same seed gives the same ids.
         logprobs: The client wants each token's log-probability.
+        token_ids: It wants the ids (vLLM's and SGLang's extension).
     """
 
     messages: tuple[Message, ...] = ()
@@ -50,6 +51,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: bool = False
+    token_ids: bool = False
     model: str = ""
     stream: bool = False
 
