@@ -53,7 +53,7 @@ def check(
 @app.command()
 def credentials(
     release: Annotated[str, typer.Option(help="Of the trainer cluster's chart.")],
-    namespace: Annotated[str, typer.Option(help="Where the Secrets belong.")],
+    namespace: Annotated[str, typer.Option(help="Where the Secrets belong.")] = "default",
     server_name: Annotated[
         list[str] | None, typer.Option(help="What the servers' certificates say.")
     ] = None,
@@ -61,12 +61,16 @@ def credentials(
     apply: Annotated[
         bool, typer.Option("--apply", help="Write what is missing or ends soon, from a pod.")
     ] = False,
+    directory: Annotated[
+        Path | None, typer.Option(help="The same into a directory, a file for each key.")
+    ] = None,
 ) -> None:
     """Make the Secrets of a deployment: an authority, certificates by role, tokens, a password.
 
-    Prints them for `kubectl apply -f -`, or applies them.
+    Prints them for `kubectl apply -f -`, applies them, or writes them as files.
     """
     from leeway.deploy import credentials as making
+    from leeway.deploy.folder import Folder
     from leeway.deploy.kubernetes import Secrets
 
     parts = making.Parts(
@@ -76,13 +80,13 @@ def credentials(
         redis=not only or Part.REDIS in only,
         tokens=not only or Part.TOKENS in only,
     )
-    if not apply:
+    if not apply and directory is None:
         made = making.make(parts, {}, making.utc_now())
         manifests = [making.manifest(name, namespace, data) for name, data in made.items()]
         typer.echo(yaml.safe_dump_all(manifests, sort_keys=False), nl=False)
         return
-    cluster = Secrets.of_this_pod(namespace)
-    existing = cluster.read(making.names(parts))
+    place = Folder(directory) if directory is not None else Secrets.of_this_pod(namespace)
+    existing = place.read(making.names(parts))
     for name, data in making.make(parts, existing, making.utc_now()).items():
-        cluster.write(name, data)
+        place.write(name, data)
         typer.echo(f"wrote {name}")

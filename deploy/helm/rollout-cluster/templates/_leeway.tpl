@@ -104,6 +104,9 @@ The environment of every process of Leeway. Secrets are in files only. The metri
   value: /tmp
 - name: PYTHONUNBUFFERED
   value: "1"
+# The folder /leeway must not pass for the package, wherever a process stands.
+- name: PYTHONSAFEPATH
+  value: "1"
 - name: LEEWAY_CACHE
   value: /leeway/cache
 - name: LEEWAY__RUN__DIRECTORY

@@ -38,9 +38,10 @@ spec:
         - leeway.cli
         - trainer
         - /leeway/config/run.yaml
+        - --stay
       {{- else }}
       command: [leeway]
-      args: [trainer, /leeway/config/run.yaml]
+      args: [trainer, /leeway/config/run.yaml, --stay]
       {{- end }}
       env:
         {{- include "leeway.environment" $at | nindent 8 }}

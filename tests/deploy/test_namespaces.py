@@ -1,0 +1,176 @@
+"""Two clusters with own addresses, 80 ms and 1% loss apart, the rollout side behind NAT.
+
+The commands, environments and files are those of the charts. By default a short form; `make
+namespaces` runs the full one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.deploy.charts import tool
+from tests.deploy.pods import until
+from tests.deploy.two_clusters import OUTSIDE, TwoClusters, installed
+
+FULL = os.environ.get("LEEWAY_NAMESPACES") == "full"
+CUT_SECONDS = 60 if FULL else 8
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000 if FULL else 900)]
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[TwoClusters]:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for name in ("iptables", "redis-server", "helm4"):
+        tool(name)
+    with installed() as made:
+        started = time.monotonic()
+        made.install_trainer()
+        made.install_rollout()
+        made.await_steps(1, "the first trained step", 240)
+        print(f"first step after {time.monotonic() - started:.0f} s")
+        yield made
+
+
+def test_the_run_goes_through(clusters: TwoClusters) -> None:
+    clusters.await_steps(5, "five steps over the link")
+
+
+def test_every_pod_is_ready_alive_and_not_privileged(clusters: TwoClusters) -> None:
+    for side in (clusters.trainer, clusters.rollout):
+        for pod in side.pods.values():
+            until(pod.ready, f"{pod.name} is ready", 120, pod.said)
+            who = pod.run(["id", "-u"])
+            assert who.stdout.strip() == "65532", who.stderr
+            for path in ("/x", "/leeway/config/x", "/usr/x"):
+                assert pod.run(["touch", path]).returncode != 0, path
+            status = pod.run(["grep", "-E", "CapEff|NoNewPrivs", "/proc/self/status"]).stdout
+            assert "CapEff:\t0000000000000000" in status and "NoNewPrivs:\t1" in status
+
+
+def test_metrics_are_good_and_logs_are_json_without_secrets(clusters: TwoClusters) -> None:
+
+    for side in (clusters.trainer, clusters.rollout):
+        for pod in side.pods.values():
+            if "redis" in pod.name:
+                continue
+            status, text = pod.get("/metrics")
+            assert status == 200
+            done = subprocess.run(
+                [tool("promtool"), "check", "metrics"], input=text, capture_output=True, text=True
+            )
+            faults = [line for line in done.stderr.splitlines() if "leeway_" in line]
+            assert not faults, faults
+            said = pod.log.read_text()
+            lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+            assert lines and all("run" in line and "role" in line for line in lines)
+            everything = said + pod.run(["cat", "/proc/1/environ"]).stdout
+            for secret in clusters.trainer.storage.secrets.values():
+                for name in set(secret) & {"password", "rollout", "tls.key"}:
+                    assert secret[name].decode() not in everything, name
+
+
+def test_the_check_finds_a_good_deployment_from_the_other_side(clusters: TwoClusters) -> None:
+    node = clusters.rollout.of("rollout")[0]
+    container = clusters.rollout.workloads["check"].containers[0]
+    done = node.run([*container["command"], *container["args"]])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "BAD" not in done.stdout and "16" in done.stdout
+
+
+def test_nothing_is_open_on_the_rollout_side(clusters: TwoClusters) -> None:
+    """From the trainer's router, and towards the nodes' own addresses."""
+    ports = range(1, 65536) if FULL else [*range(1, 1025), 7000, 7001, 7002, 8000, 9100, 29400]
+    found = _scan(clusters.trainer.cluster.router, OUTSIDE["rollout"], list(ports))
+    assert found == [], found
+    inside = [pod.address for pod in clusters.rollout.pods.values()]
+    for address in inside:
+        assert _scan(clusters.trainer.cluster.router, address, [9100, 7000]) == []
+    # The scan would have found something: the trainer side has what it serves, and no more.
+    served = _scan(clusters.rollout.cluster.router, OUTSIDE["trainer"], [6379, 7000, 7001, 9100])
+    assert served == [7000, 7001]
+
+
+def test_it_survives_a_cut_of_the_link(clusters: TwoClusters) -> None:
+    clusters.link.say("cut")
+    time.sleep(CUT_SECONDS)
+    clusters.link.say("mend")
+    clusters.await_steps(5, "steps after the link was cut")
+    for pod in clusters.rollout.of("rollout"):
+        assert pod.restarts == 0, pod.said()
+
+
+def test_it_survives_the_loss_of_half_of_the_nodes(clusters: TwoClusters) -> None:
+    gone = clusters.rollout.of("rollout")[0]
+    gone.kill()
+    clusters.await_steps(5, "steps with half of the nodes")
+    clusters.rollout.start(gone.name)
+    until(clusters.rollout.pods[gone.name].ready, "the node is back", 180, clusters.said)
+
+
+@pytest.mark.parametrize("component", ["queue", "redis", "trainer", "rollout"])
+def test_it_survives_a_rolling_restart(clusters: TwoClusters, component: str) -> None:
+    side = clusters.rollout if component == "rollout" else clusters.trainer
+    side.restart(component)
+    clusters.await_steps(3, f"steps after {component} was restarted")
+
+
+def test_the_books_are_right_after_all_of_it(clusters: TwoClusters) -> None:
+    rows = clusters.steps()
+    assert max(row["staleness_max"] for row in rows) <= 2
+    newest: dict[int, dict] = {}
+    for row in rows:
+        newest[row["version"]] = row
+    assert sorted(newest) == list(range(1, max(newest) + 1))
+    trained = [task for row in newest.values() for task in row["tasks"]]
+    assert len(trained) == len(set(trained)), "a task was trained twice"
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes; make namespaces")
+def test_distance_costs_little_throughput(clusters: TwoClusters) -> None:
+    """Steps a minute over the link, against the same without delay and loss, alternating."""
+    speeds: dict[str, list[float]] = {"near": [], "far": []}
+    for _ in range(3):
+        for name, delay, loss in (("near", 0, 0), ("far", 80, 1)):
+            clusters.link.say(f"delay {delay}")
+            clusters.link.say(f"loss {loss}")
+            clusters.await_steps(5, "settling")
+            before, started = len(clusters.steps()), time.monotonic()
+            time.sleep(60)
+            speeds[name].append((len(clusters.steps()) - before) / (time.monotonic() - started))
+    ratio = sum(speeds["far"]) / sum(speeds["near"])
+    print(f"far/near {ratio:.3f}: {speeds}")
+    assert ratio >= 0.95
+
+
+def _scan(namespace: str, address: str, ports: list[int]) -> list[int]:
+    code = f"""
+async def look(port, slots):
+    async with slots:
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(3):
+                    _, writer = await asyncio.open_connection({address!r}, port)
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            writer.close()
+            print(port)
+            return
+async def main():
+    slots = asyncio.Semaphore(400)
+    await asyncio.gather(*(look(port, slots) for port in {ports!r}))
+asyncio.run(main())
+"""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    return sorted(int(line) for line in done.stdout.split())
