@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import structlog
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
@@ -34,6 +35,10 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML fil
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides, e.g. trainer.lr=1e-5."),
+]
+Stay = Annotated[
+    bool,
+    typer.Option("--stay", help="When the run is finished, wait to be stopped, as pods must."),
 ]
 
 
@@ -241,12 +246,12 @@ def _operate(path: Path, overrides: list[str] | None, ask: Callable[[Any], Await
 
 
 @app.command()
-def trainer(path: ConfigArgument, overrides: Overrides = None) -> None:
+def trainer(path: ConfigArgument, overrides: Overrides = None, stay: Stay = False) -> None:
     """Train on leased batches and broadcast new policies."""
     config = _load_for_service(path, overrides, role="trainer")
     from trainer_service.main import serve
 
-    _run_service(lambda stop: serve(config, stop=stop))
+    _run_service(lambda stop: serve(config, stop=stop), stay)
 
 
 @app.command()
@@ -273,13 +278,14 @@ def rollout(
     path: ConfigArgument,
     overrides: Overrides = None,
     node_id: Annotated[str, typer.Option(help="By default the host's name and the pid.")] = "",
+    stay: Stay = False,
 ) -> None:
     """Generate, score and push trajectories."""
     node_id = node_id or f"{os.uname().nodename}-{os.getpid()}"
     config = _load_for_service(path, overrides, role="rollout", node=node_id)
     from rollout_service.main import serve
 
-    _run_service(lambda stop: serve(config, node_id, stop=stop))
+    _run_service(lambda stop: serve(config, node_id, stop=stop), stay)
 
 
 @config_app.command("show")
@@ -350,9 +356,15 @@ def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) 
     return config
 
 
-def _run_service(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+def _run_service(main: Callable[[asyncio.Event], Awaitable[None]], stay: bool = False) -> None:
+    async def serve(stop: asyncio.Event) -> None:
+        await main(stop)
+        if stay and not stop.is_set():
+            structlog.get_logger(__name__).info("finished; waiting to be stopped")
+            await stop.wait()
+
     # Not sys.exit: a thread inside a long tensor operation would hold the process back.
-    code = process.run(main)
+    code = process.run(serve)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
