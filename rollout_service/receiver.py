@@ -155,10 +155,10 @@ class PolicyReceiver:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self._refusal is not None:
-                # Also when the node is going down already: the engine's failure reaches all of it.
-                await self._send(self._refusal)
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                await self._say_refusal()
             await self._fetcher.close()
             async with self._changed:
                 self._changed.notify_all()
@@ -314,6 +314,17 @@ class PolicyReceiver:
     async def _report(self) -> None:
         while True:
             await self._send(await self._reports.get())
+
+    async def _say_refusal(self) -> None:
+        """Also when the node goes down meanwhile: the engine's failure reaches all of it."""
+        if self._refusal is None:
+            return
+        sending = asyncio.create_task(self._send(self._refusal))
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await sending
+            raise
 
     async def _send(self, report: pb.ReportRequest) -> None:
         try:

@@ -9,35 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from support import DEADLINE, bf16, publisher
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks.fleet import node
 from leeway.deltas import Tensor
+from leeway.manifests import Canary
 from rollout_service.engines.torch_engine import TorchEngine
-from trainer_service.weight_broadcast import Canary
+from tests import tiny
 
 PROMPT = np.arange(3, 12, dtype=np.int32)
 
 
-def _save_model(directory: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
 async def test_the_torch_engine_holds_what_the_trainer_published(tmp_path: Path) -> None:
-    directory = _save_model(tmp_path)
+    directory = tiny.build(tmp_path / "model")
     engine = TorchEngine(directory, concurrency=2)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
@@ -67,7 +51,7 @@ async def test_the_torch_engine_holds_what_the_trainer_published(tmp_path: Path)
 
 async def test_adapters_travel_alone(tmp_path: Path) -> None:
     """A policy of adapters only: the engine applies them to the weights that it has loaded."""
-    directory = _save_model(tmp_path)
+    directory = tiny.build(tmp_path / "model")
     engine = TorchEngine(directory, concurrency=2)
     merged = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     layers = {name: m for name, m in merged.named_modules() if name.endswith(("q_proj", "up_proj"))}
