@@ -12,7 +12,6 @@ the server's own: two servers never write the same data.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import importlib.util
 import os
@@ -20,12 +19,12 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,6 +33,7 @@ import structlog
 
 from leeway.config import Config
 from leeway.errors import ConfigError, InfrastructureError
+from leeway.orphans import end_with_parent
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +43,6 @@ _LONGEST_SOCKET_PATH = 107
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _RESTART_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
 
 _CONFIG = """\
 port 0
@@ -183,7 +182,7 @@ class _Keeper(threading.Thread):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[self._lock],
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             # A Ctrl-C at the terminal is for the run, which stops the server when it is done.
             process_group=0,
         )
@@ -212,20 +211,6 @@ def _write_private(path: Path, text: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
-
-
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """To be run in the child: the kernel sends it SIGTERM when its parent ends."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # It ended before the arrangement was made.
-            os._exit(1)
-
-    return arrange
 
 
 def _await_answer(keeper: _Keeper, url: str, directory: Path) -> None:
