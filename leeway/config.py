@@ -261,11 +261,11 @@ class TrainerConfig(Section):
     """The model that `algorithm.kl` is measured against, or a teacher's; by default the model that
     training begins with."""
     backend: Literal["torch", "megatron"] = "torch"
-    """`torch`: any Hugging Face model, FSDP2 over several ranks. `megatron`: see docs/backends.md."""
+    """`torch`: any Hugging Face model, FSDP2 over several ranks. `megatron`: docs/backends.md."""
     ranks: PositiveInt = 1
     """Processes that `leeway up` starts the trainer as, by torchrun; elsewhere torchrun says it."""
     layout: str = ""
-    """How the model lies over the ranks that torchrun starts, e.g. tp=2,pp=2,dp=1; by default dp."""
+    """How the model lies over the ranks, e.g. tp=2,pp=2,dp=1; by default dp alone."""
     activation_checkpointing: bool = False
     """Compute a layer's activations again in the backward pass instead of keeping them."""
     cpu_offload: bool = False

@@ -2,7 +2,6 @@
 
 A `Trajectory` is what one rollout left behind; a `Group` is all trajectories of one `Task`. They
 are validated once, when built: whoever holds one may rely on its lengths, ranges and versions.
-Arrays travel as packed little-endian bytes with dtype, shape and checksum.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from leeway.arrays import array_from_wire, array_to_wire
 from leeway.errors import DataError, WireError
 from leeway.v1 import trajectory_pb2 as pb
 from leeway.versions import VersionSpan, expand
@@ -34,19 +33,6 @@ BoolArray = npt.NDArray[np.bool_]
 LOWEST_LOGPROB = -1000.0
 # A log-softmax in float32 may end a little above 0.
 HIGHEST_LOGPROB = 1e-3
-
-# Element types that may arrive in an Array; anything else (objects above all) is refused.
-WIRE_DTYPES = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-}
-
-
-# Both byte orders; `dtype.name` is slow.
-_WIRE_NAMES = {
-    dtype.newbyteorder(order): name for name, dtype in WIRE_DTYPES.items() for order in "<>"
-}
-
 
 NO_EXTRAS: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})
 NO_PARTS: Mapping[str, float] = MappingProxyType({})
@@ -392,29 +378,6 @@ class Group:
             return cls(Task.from_wire(message.task), ordered)
         except DataError as error:
             raise WireError(f"group of task {message.task.task_id!r}: {error}") from error
-
-
-def array_to_wire(array: npt.NDArray[Any]) -> pb.Array:
-    """Raises `DataError` when the wire does not carry the array's dtype."""
-    name = _WIRE_NAMES.get(array.dtype)
-    if name is None:
-        raise _fault("dtype", str(array.dtype), f"send one of {sorted(WIRE_DTYPES)}")
-    data = array.astype(WIRE_DTYPES[name], copy=False).tobytes()
-    checksum = xxhash.xxh3_64_intdigest(data)
-    return pb.Array(dtype=name, shape=array.shape, data=data, checksum=checksum)
-
-
-def array_from_wire(message: pb.Array, name: str) -> npt.NDArray[Any]:
-    """A read-only view of the message's bytes. Raises `WireError` when they contradict its head."""
-    dtype = WIRE_DTYPES.get(message.dtype)
-    if dtype is None:
-        raise WireError(f"{name}: dtype {message.dtype!r} is not one of {sorted(WIRE_DTYPES)}")
-    data, shape = message.data, tuple(message.shape)
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
-        raise WireError(f"{name}: {len(data)} bytes do not make {message.dtype}{list(shape)}")
-    if xxhash.xxh3_64_intdigest(data) != message.checksum:
-        raise WireError(f"{name}: checksum differs, the bytes were damaged on the way; send again")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:

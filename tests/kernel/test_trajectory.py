@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leeway.arrays import array_from_wire, array_to_wire
 from leeway.errors import DataError, WireError
 from leeway.trajectory import (
     FinishReason,
@@ -17,8 +18,6 @@ from leeway.trajectory import (
     Sampling,
     Task,
     Trajectory,
-    array_from_wire,
-    array_to_wire,
 )
 from leeway.v1 import trajectory_pb2 as pb
 from leeway.versions import VersionSpan, expand, required_version, spans_of, staleness

@@ -14,6 +14,7 @@ import redis
 from cases import configuration, group_of, servers, serving, task, trajectory
 
 from leeway import rpc
+from leeway.arrays import array_to_wire
 from leeway.config import QueueConfig, SecurityConfig, StalenessConfig
 from leeway.errors import (
     ConfigError,
@@ -21,7 +22,7 @@ from leeway.errors import (
     FencedError,
     WireError,
 )
-from leeway.trajectory import FinishReason, Purpose, array_to_wire
+from leeway.trajectory import FinishReason, Purpose
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
 from leeway.versions import Staleness, VersionSpan
