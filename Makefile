@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-sglang lint kill-trainer chaos format protos protos-check charts namespaces \
+.PHONY: help quickstart test test-sglang lint kill-trainer chaos format protos protos-check charts namespaces release-protos \
 	clean setup-quickstart setup-dev setup-deploy
 
 help: ## Show this list
@@ -24,6 +24,7 @@ lint: setup-dev protos-check ## Check style, types, protos and generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+	cd protos && ../$(BIN)/buf breaking --against released.binpb
 
 test-sglang: setup-dev $(VENV)-sglang/.ready ## Pass the engine contract on a real SGLang server, on CPU
 	LEEWAY_SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python \
@@ -63,6 +64,9 @@ charts: setup-dev ## Write what follows from the configuration: schemas, golden 
 
 namespaces: setup-dev setup-deploy ## Run two clusters in network namespaces, as root, in full length
 	LEEWAY_NAMESPACES=full $(BIN)/python -m pytest -x -s tests/deploy/test_namespaces.py
+
+release-protos: setup-dev ## Take today's wire as the one that the next release must understand
+	cd protos && ../$(BIN)/buf build --exclude-source-info --output released.binpb
 
 clean: ## Remove what the targets made, except downloaded models
 	rm -rf $(VENV) .tools build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -88,7 +88,11 @@ def test_the_check_finds_a_good_deployment_from_the_other_side(clusters: TwoClus
 
 def test_nothing_is_open_on_the_rollout_side(clusters: TwoClusters) -> None:
     """From the trainer's router, and towards the nodes' own addresses."""
-    ports = range(1, 65536) if FULL else [*range(1, 1025), 7000, 7001, 7002, 8000, 9100, 29400]
+    ports = (
+        range(1, 65536)
+        if FULL
+        else [22, 80, 443, 6379, 7000, 7001, 7002, 8000, 9100, 29400, *range(1, 100)]
+    )
     found = _scan(clusters.trainer.cluster.router, OUTSIDE["rollout"], list(ports))
     assert found == [], found
     inside = [pod.address for pod in clusters.rollout.pods.values()]
@@ -153,6 +157,7 @@ def test_distance_costs_little_throughput(clusters: TwoClusters) -> None:
 
 def _scan(namespace: str, address: str, ports: list[int]) -> list[int]:
     code = f"""
+import asyncio
 async def look(port, slots):
     async with slots:
         for _ in range(2):
