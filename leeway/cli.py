@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import getpass
 import os
@@ -332,6 +333,25 @@ def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
             f"{row.seconds_ago:.0f} s ago, from {source}"
             + (f": {row.message}" if row.message else "")
         )
+
+
+@app.command()
+def view(
+    run: Annotated[Path, typer.Argument(help="A run's directory, e.g. runs/quickstart.")],
+    port: Annotated[int, typer.Option(help="Of the page; by default a free one.")] = 0,
+) -> None:
+    """Show a run's recorded trajectories in a browser."""
+    from transformers import AutoTokenizer
+
+    from leeway import models
+    from leeway.view import server
+
+    config = configuration.load(run / "config.yaml")
+    tokenizer = AutoTokenizer.from_pretrained(models.resolve(config.model.path))
+    with server(run, lambda token: str(tokenizer.decode([token])), port) as serving:
+        typer.echo(f"http://127.0.0.1:{serving.server_port}  (Ctrl-C ends it)")
+        with contextlib.suppress(KeyboardInterrupt):
+            serving.serve_forever()
 
 
 @app.command()

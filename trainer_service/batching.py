@@ -154,6 +154,18 @@ def _branches(
             yield _Member(trajectory, sequence, advantages[own], weight, branch.start, trained[own])
 
 
+def listed(trajectory: Trajectory) -> npt.NDArray[np.intp]:
+    """int [trained]: the places in the response of its trained tokens, in a micro-batch's order."""
+    scores = np.zeros(trajectory.trained_tokens, dtype=np.float32)
+    branches = sorted(_branches(trajectory, 0, scores, 1.0), key=_order)
+    return np.concatenate([branch.trained for branch in branches])
+
+
+def _order(member: _Member) -> tuple[bytes, int]:
+    """Big-endian bytes sort as the tokens do, and a beginning before what continues it."""
+    return member.inputs.astype(">i4").tobytes(), member.sequence
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
     """Trajectories that share one prompt and stay together."""
@@ -278,8 +290,7 @@ class _PrefixTree:
     """Segments of trajectories that are added as a sorted whole."""
 
     def __init__(self, members: Sequence[_Member]) -> None:
-        # Big-endian bytes sort as the tokens do, and a beginning before what continues it.
-        self.members = sorted(members, key=lambda m: (m.inputs.astype(">i4").tobytes(), m.sequence))
+        self.members = sorted(members, key=_order)
         self.segments: list[Segment] = []
         self.token_ids: list[npt.NDArray[np.int32]] = []
         self.positions: list[Int64Array] = []

@@ -20,6 +20,7 @@ from prometheus_client import Gauge
 
 from leeway.trajectory import Trajectory
 from trainer_service.algorithms.diagnostics import TokenSums, alerts
+from trainer_service.samples import annotated
 from trajectory_queue.client import Batch
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Record:
             alerts=sorted(outside),
             tasks=[group.task.task_id for group in batch.groups],
         )
-        self._sample(version, batch)
+        self._sample(version, batch, learned)
 
     def evaluation(self, version: int, phase: str, batch: Batch) -> None:
         """The held-out problems, scored under `version`."""
@@ -105,11 +106,12 @@ class Record:
     def close(self) -> None:
         self._file.close()
 
-    def _sample(self, version: int, batch: Batch) -> None:
+    def _sample(self, version: int, batch: Batch, learned: Learned) -> None:
         """The batch's first group, as it was trained, in the wire's own form."""
         if batch.groups:
             path = self._samples / f"step-{version:06d}.pb"
-            path.write_bytes(batch.groups[0].to_wire().SerializeToString())
+            group = annotated(batch.groups[0], learned.objectives[0].scored)
+            path.write_bytes(group.to_wire().SerializeToString())
 
     def write(self, kind: str, **values: Any) -> None:
         """A row of metrics.jsonl; its numbers are gauges as well."""

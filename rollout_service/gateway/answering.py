@@ -111,11 +111,14 @@ class Gateway:
             for name, one in live.items()
         ]
         self._under_way += ask.n
+        outcome = "failed"
         try:
             async for generation in self._engine.generate(requests):
                 live[generation.request_id].end(generation)
+            outcome = "ok"
         finally:
             self._under_way -= ask.n
+            ANSWERS.labels(outcome).inc(ask.n)
         choices = []
         for one in live.values():
             answer = one.answer(placed.parent, placed.context)
@@ -123,7 +126,6 @@ class Gateway:
             answer.history = placed.history.answered(choice.message, one.stop_id)
             session.conversation.add(answer)
             choices.append(choice)
-        ANSWERS.labels("ok").inc(ask.n)
         return Completion(
             completion_id=call.call_id,
             created=call.created,

@@ -57,6 +57,8 @@ class Objective:
         if algorithm.second_moment is not None:
             self._largest = second_moment_bound(_off_policy(plan), algorithm.second_moment)
         self.sums = TokenSums()
+        # For the record: each micro-batch, and its tokens' scores when they were learned from.
+        self.scored: list[tuple[PackedBatch, npt.NDArray[np.float32]]] = []
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """The scalar loss.
@@ -73,6 +75,7 @@ class Objective:
         behaviour, advantages = tensor(batch.behaviour), tensor(batch.advantages)
         staleness = self._version - tensor(batch.versions)
         current = logprobs.detach()
+        self.scored.append((batch, current.float().cpu().numpy()))
         start = current if batch.proximal is None else tensor(batch.proximal)
         proximal = proximal_logprobs(algorithm.proximal, current, start, behaviour, staleness)
         valid = torch.ones_like(staleness, dtype=torch.bool)
