@@ -20,6 +20,7 @@ import structlog
 
 from leeway.errors import ConfigError, FencedError, LeewayError
 from leeway.health import HEALTH
+from leeway.traces import TRACES
 
 log = structlog.get_logger(__name__)
 
@@ -66,6 +67,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         return _report(_first(group))
     except Exception as error:
         return _report(error)
+    finally:
+        TRACES.close()
     return EXIT_OK
 
 

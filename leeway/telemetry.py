@@ -21,6 +21,7 @@ from prometheus_client import Counter
 from leeway import health
 from leeway.config import TelemetryConfig
 from leeway.errors import ConfigError
+from leeway.traces import TRACES
 
 WAIT_SECONDS = Counter(
     "leeway_wait_seconds_total", "Seconds this process stood still, by what it waited for", ["what"]
@@ -51,6 +52,8 @@ def setup(config: TelemetryConfig, **identity: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(**identity)
+    if config.traces_endpoint is not None:
+        TRACES.open(config.traces_endpoint, config.traces_ratio, **identity)
     # Of the ranks on one machine, the first speaks for all.
     if config.metrics_address is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         host, _, port = config.metrics_address.rpartition(":")

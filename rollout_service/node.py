@@ -23,6 +23,7 @@ from leeway.config import Config
 from leeway.errors import InfrastructureError
 from leeway.health import HEALTH
 from leeway.telemetry import Spans, Waits
+from leeway.traces import TRACES
 from leeway.trajectory import Trajectory
 from rollout_service.engines.base import Engine
 from rollout_service.receiver import PolicyReceiver
@@ -58,6 +59,7 @@ class _Running:
     ended: bool = False
     """Failed, lost or returned: what still arrives for it is dropped."""
     tokens: int = 0
+    since: float = field(default_factory=time.time)
     """Of the samples that have ended."""
 
 
@@ -198,6 +200,8 @@ class RolloutNode:
         finally:
             del self._owners[name], running.open[name]
             if not running.open:
+                task = running.lease.task.task_id
+                TRACES.span(task, "roll out", running.since, tokens=running.tokens)
                 self._running.pop(running.lease.lease_id, None)
                 self._changed.set()
 

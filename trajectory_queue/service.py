@@ -7,6 +7,7 @@ look again whenever something changed; nothing here blocks the event loop for lo
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ import structlog
 from leeway import rpc
 from leeway.errors import DataError, FencedError, InfrastructureError, WireError
 from leeway.health import HEALTH
+from leeway.traces import TRACES
 from leeway.trajectory import Task, Trajectory
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
@@ -112,12 +114,16 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 ):
                     break
                 await self._store.signals.wait("tasks", changed, deadline.left(_RECHECK_SECONDS))
-            return pb.LeaseTasksResponse(
+            answer = pb.LeaseTasksResponse(
                 leases=[_task_lease(lease) for lease in leased.leases],
                 waiting_for=explain.task_wait(leased, self._settings),
                 needs_version=leased.needs_version,
                 run_finished=leased.run_finished,
             )
+            for lease in answer.leases:
+                if lease.attempt == 1:
+                    TRACES.begin(lease.task.task_id, "lease", node=request.node_id)
+            return answer
 
     async def Extend(  # noqa: N802
         self, request: pb.ExtendRequest, context: Context
@@ -143,6 +149,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 examined.append(examine(item.lease_id, item.trajectory))
                 if number % _EXAMINED_AT_ONCE == _EXAMINED_AT_ONCE - 1:
                     await asyncio.sleep(0)
+            arrived = time.time()
             entries = tuple(item for item in examined if isinstance(item, c.Entry))
             at_the_door = tuple(item for item in examined if isinstance(item, c.AtTheDoor))
             deadline = _Deadline(_AHEAD_SECONDS)
@@ -161,6 +168,8 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 log.warning(
                     "trajectory refused", trajectory=refused.trajectory_id, reason=str(refused)
                 )
+            for entry in entries:
+                TRACES.span(entry.task_id, "push", arrived, trajectory=entry.trajectory_id)
             return pb.PushResponse(
                 accepted=pushed.accepted,
                 duplicates=pushed.duplicates,

@@ -75,6 +75,10 @@ class Cluster:
         )
         self._iptables(*f"-A FORWARD -i {DEVICE} -j DROP".split())
 
+    def start(self, *command: str | Path) -> subprocess.Popen[bytes]:
+        """Runs a command at the router."""
+        return subprocess.Popen(["ip", "netns", "exec", self.router, *map(str, command)])
+
     def close(self) -> None:
         for namespace in self.namespaces:
             subprocess.run(["ip", "netns", "del", namespace], check=False)

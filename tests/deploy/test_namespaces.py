@@ -86,6 +86,23 @@ def test_the_check_finds_a_good_deployment_from_the_other_side(clusters: TwoClus
     assert "BAD" not in done.stdout and "16" in done.stdout
 
 
+def test_a_trace_follows_a_task_through_both_clusters(clusters: TwoClusters) -> None:
+    """From its lease over the node to the step that learned from it."""
+    steps = {"lease", "roll out", "push", "learn"}
+
+    def whole() -> bool:
+        found: dict[str, set[tuple[str, str]]] = {}
+        for line in clusters.spans.read_text().splitlines():
+            span = json.loads(line)
+            found.setdefault(span["trace"], set()).add((span["service"], span["name"]))
+        return any(
+            {name for _, name in names} >= steps and len({service for service, _ in names}) == 3
+            for names in found.values()
+        )
+
+    until(lambda: clusters.spans.exists() and whole(), "a whole trace", 60, clusters.said)
+
+
 def test_nothing_is_open_on_the_rollout_side(clusters: TwoClusters) -> None:
     """From the trainer's router, and towards the nodes' own addresses."""
     ports = (

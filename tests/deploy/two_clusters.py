@@ -17,6 +17,7 @@ import yaml
 from tests import tiny
 from tests.deploy.charts import (
     NAMESPACE,
+    ROOT,
     Manifest,
     Workload,
     chart,
@@ -56,7 +57,20 @@ RUN = {
     },
     "model": {"claim": "model"},
 }
-TRAINER = {"endpoint": {"type": "LoadBalancer"}, "redis": {"maxMemory": "512mb"}}
+
+
+def _traces(side: str) -> dict[str, Any]:
+    """Each cluster has a collector, at its router; here both write into one file."""
+    return {"traces": {"endpoint": f"http://{NETWORKS[side]}.1:{TRACES_PORT}/v1/traces"}}
+
+
+NETWORKS = {"trainer": "10.11.0", "rollout": "10.12.0"}
+TRACES_PORT = 4318
+TRAINER = {
+    "endpoint": {"type": "LoadBalancer"},
+    "redis": {"maxMemory": "512mb"},
+    "telemetry": _traces("trainer"),
+}
 ROLLOUT = {
     "trainerCluster": {
         "queue": f"{OUTSIDE['trainer']}:7000",
@@ -64,15 +78,19 @@ ROLLOUT = {
     },
     "security": {"secret": "trainer-rollout-tls"},
     "nodes": {"replicas": 2, "drainSeconds": 3},
+    "telemetry": _traces("rollout"),
 }
 
 
 class Side:
     """One cluster with one release."""
 
-    def __init__(self, name: str, network: str, directory: Path, model: Path) -> None:
+    def __init__(self, name: str, directory: Path, model: Path, spans: Path) -> None:
         self.name = name
-        self.cluster = Cluster(name[0], network)
+        self.cluster = Cluster(name[0], NETWORKS[name])
+        self._collector = self.cluster.start(
+            sys.executable, ROOT / "tests/deploy/collector.py", str(TRACES_PORT), spans
+        )
         self.pods: dict[str, Pod] = {}
         self.storage = Storage(directory, {}, {}, {"model": model})
         self.workloads: dict[str, Workload] = {}
@@ -121,6 +139,8 @@ class Side:
     def close(self) -> None:
         for pod in self.pods.values():
             pod.kill()
+        self._collector.kill()
+        self._collector.wait()
         self.cluster.close()
 
 
@@ -135,8 +155,9 @@ class TwoClusters:
             path.chmod(0o755)
         (directory / "t").mkdir()
         (directory / "r").mkdir()
-        self.trainer = Side("trainer", "10.11.0", directory / "t", model)
-        self.rollout = Side("rollout", "10.12.0", directory / "r", model)
+        self.spans = directory / "spans.jsonl"
+        self.trainer = Side("trainer", directory / "t", model, self.spans)
+        self.rollout = Side("rollout", directory / "r", model, self.spans)
         self.link = Link(
             (self.trainer.cluster.router, OUTSIDE["trainer"]),
             (self.rollout.cluster.router, OUTSIDE["rollout"]),
