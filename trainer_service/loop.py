@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ from leeway.errors import LeewayError
 from leeway.health import HEALTH
 from leeway.tasks import Sampler
 from leeway.telemetry import Spans
+from leeway.traces import TRACES
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
 from trainer_service.algorithms.diagnostics import engine_agrees
@@ -137,6 +139,7 @@ class Trainer:
         times = StepTimes()
         with self._spans.span("lease"), times.measure("wait"):
             batch = await self._lease()
+        leased = time.time()
         with self._spans.span("learn"), times.measure("step"):
             learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
         self._position.version += 1
@@ -148,6 +151,8 @@ class Trainer:
             version=self._position.version,
             tokens_trained=sum(plan.trained_tokens for plan in learned.plans),
         )
+        for group in batch.groups:
+            TRACES.span(group.task.task_id, "learn", leased, version=self._position.version)
         self._record.step(self._position.version, batch, learned, times)
         if self._position.version % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
