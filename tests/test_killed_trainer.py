@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -22,9 +24,7 @@ from tests import tiny
 from tests.test_up import Run, gone, until
 
 KILLS = int(os.environ.get("LEEWAY_KILLS", "3"))
-STEPS = 4 + 2 * KILLS
-LONGEST_LIFE = 8.0
-"""Seconds a life lasts at most: from before the model is loaded to a few steps after."""
+STEPS = 4 + 3 * KILLS
 # The supervisor gives up on a process that dies again and again; here it dies for another reason.
 UP = (
     "import sys, leeway.local; leeway.local.MAX_RESTARTS = 1000; "
@@ -37,44 +37,56 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.build(tmp_path_factory.mktemp("model"))
 
 
-def start(run: Run, *overrides: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(run: Run, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
     with run.output.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", UP, "up", str(run.config), *overrides],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(run.temporary)},
         )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def trainers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The trainer's processes: one, or torchrun's ranks."""
     found = []
     for one in psutil.Process(process.pid).children(recursive=True):
-        words = one.cmdline() if one.is_running() else []
-        if "trainer" in words and "torch.distributed.run" not in words:
-            found.append(one)
+        with suppress(psutil.NoSuchProcess):
+            words = one.cmdline()
+            if "trainer" in words and "torch.distributed.run" not in words:
+                found.append(one)
     return found
 
 
-def kill_now_and_then(run: Run, process: subprocess.Popen[bytes], seed: int) -> int:
-    """Kills one of the trainer's processes at random moments of its lives, `KILLS` times.
+def kill_now_and_then(run: Run, process: subprocess.Popen[bytes], seed: int) -> set[int]:
+    """Kills one of the trainer's processes `KILLS` times: at any moment of its start, or of the
+    steps that it takes then.
 
     Returns:
-        How many different versions the kills met.
+        How many steps were recorded at each.
     """
     moments = random.Random(seed)
     met = set()
     for _ in range(KILLS):
         until(lambda: bool(trainers(process)), "a trainer", run)
-        time.sleep(moments.uniform(0.2, LONGEST_LIFE))
+        lives = moments.randrange(3)
+        if lives:
+            reached = len(run.steps()) + lives
+            until(lambda reached=reached: len(run.steps()) >= reached, "its steps", run)
+            time.sleep(moments.uniform(0.0, 0.5))
+        else:
+            time.sleep(moments.uniform(0.2, 5.0))
         victims = trainers(process)
-        if process.poll() is not None or not victims:
-            break
         met.add(len(run.steps()))
         moments.choice(victims).send_signal(signal.SIGKILL)
         until(lambda victims=victims: gone(victims), "its end", run)
-    return len(met)
+    return met
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -97,10 +109,10 @@ def test_in_sync_mode_the_weights_are_those_of_an_uninterrupted_run(
         directory = tmp_path / name
         directory.mkdir()
         run = Run(directory, model)
-        process = start(run, *settings)
-        if name == "killed":
-            assert kill_now_and_then(run, process, seed=1) > 1
-        assert process.wait(60 + 60 * KILLS) == 0, run.said()
+        with started(run, *settings) as process:
+            if name == "killed":
+                assert len(kill_now_and_then(run, process, seed=1)) > 1
+            assert process.wait(60 + 60 * KILLS) == 0, run.said()
         summary = run.summary()
         assert (summary["versions"], summary["lost"], summary["twice"]) == (STEPS, 0, 0)
         trained.append(weights(run))
@@ -117,9 +129,9 @@ def test_in_async_mode_nothing_is_lost_or_trained_twice(
 ) -> None:
     """With two ranks torchrun's agent ends the other one, and the run goes on with two new ones."""
     run = Run(tmp_path, model)
-    process = start(run, f"trainer.steps={STEPS}", f"trainer.ranks={ranks}")
-    kill_now_and_then(run, process, seed=2)
-    assert process.wait(60 + 60 * KILLS) == 0, run.said()
+    with started(run, f"trainer.steps={STEPS}", f"trainer.ranks={ranks}") as process:
+        kill_now_and_then(run, process, seed=2)
+        assert process.wait(60 + 60 * KILLS) == 0, run.said()
     summary = run.summary()
     assert (summary["versions"], summary["lost"], summary["twice"]) == (STEPS, 0, 0)
     assert summary["staleness_max"] <= 2

@@ -4,6 +4,7 @@
                                optimizer*.safetensors  a file of each for every rank that wrote
                                manifest.json           run, model, step, hash of every file, `extra`
                 LATEST                                 "step-000012"
+                PUBLISHED                              "14": nodes may hold this version
                 export -> export-000012                a model directory
 
 A generation is written under a temporary name, flushed to disk, renamed, and only then does LATEST
@@ -31,6 +32,7 @@ from trainer_service.backends import lora
 from trainer_service.backends.files import WEIGHTS, TensorFiles
 
 LATEST = "LATEST"
+PUBLISHED = "PUBLISHED"
 MANIFEST = "manifest.json"
 EXPORTED_WEIGHTS = "model.safetensors"
 TEMPORARY = ".partial-"
@@ -106,14 +108,7 @@ class Checkpoints:
         final = self._directory / name
         _remove(final)
         partial.rename(final)
-        pointer = self._directory / f"{TEMPORARY}{LATEST}"
-        pointer.write_text(name)
-        if flush:
-            _flush(self._directory)
-            _flush(pointer)
-        pointer.replace(self._directory / LATEST)
-        if flush:
-            _flush(self._directory)
+        self._point(LATEST, name, flush=flush)
         self._sweep()
         return Checkpoint(final, step, manifest["extra"])
 
@@ -145,6 +140,31 @@ class Checkpoints:
                     f"{self._directory / LATEST} to begin anew"
                 )
         return Checkpoint(path, manifest["step"], manifest["extra"])
+
+    @property
+    def published(self) -> int:
+        """The newest version that any life of this run has handed out; 0 at first."""
+        try:
+            return int((self._directory / PUBLISHED).read_text())
+        except FileNotFoundError:
+            return 0
+
+    def set_published(self, version: int) -> None:
+        """To be called before the version is handed out; survives the end of the process."""
+        if version > self.published:
+            self._point(PUBLISHED, str(version), flush=False)
+
+    def _point(self, name: str, text: str, *, flush: bool) -> None:
+        """Replaces a small file as a whole."""
+        # Not swept: another thread may do that at this moment.
+        temporary = self._directory / f".{name}"
+        temporary.write_text(text)
+        if flush:
+            _flush(self._directory)
+            _flush(temporary)
+        temporary.replace(self._directory / name)
+        if flush:
+            _flush(self._directory)
 
     def _latest_step(self) -> int | None:
         try:

@@ -7,6 +7,8 @@ event loop keeps talking to the queue meanwhile. What must hold:
   before the batch is committed, and only committed batches free their places.
 - Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
   the loop checks that once more.
+- A life that resumes trains again on what was consumed after its checkpoint, but hands nothing out
+  before it is where the last life was: nodes hold those weights, and generate with them.
 - A stop takes effect at once, also in the middle of a forward pass: gradients change nothing that a
   checkpoint holds. `_gate` keeps the optimizer out while it is written; what it holds is the last
   whole version.
@@ -104,6 +106,8 @@ class Trainer:
         self._spans = spans
         self._position = Position()
         self._saved_version = -1
+        # What earlier lives have published: until then nothing is new to the nodes.
+        self._replayed_to = 0
         self._checked_engine = False
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
@@ -120,7 +124,10 @@ class Trainer:
         with self._publisher:
             try:
                 # First of all: evaluation and training never share an engine's batch by chance.
-                await self._evaluate("before")
+                if await self._evaluate("before"):
+                    # Nodes cannot go back to a version to do it again.
+                    await self._checkpoint()
+                    await self._written()
                 async with asyncio.TaskGroup() as tasks:
                     feeder = tasks.create_task(self._feed())
                     while self._position.version < self._config.trainer.steps:
@@ -145,7 +152,9 @@ class Trainer:
         self._position.version += 1
         self._changed = False
         with self._spans.span("publish"), times.measure("publish"):
-            await self._publish()
+            if self._position.version >= self._replayed_to:
+                await self._publish()
+        await self._fill()
         await self._queue.commit(
             batch,
             version=self._position.version,
@@ -217,23 +226,35 @@ class Trainer:
     async def _feed(self) -> None:
         """Keeps tasks waiting in the queue, so that nodes never wait for the sampler."""
         while True:
+            await self._fill()
+            await asyncio.sleep(_FEED_SECONDS)
+
+    async def _fill(self) -> None:
+        """Lets more tasks wait than there are places, so that a commit's places are taken together:
+        what an engine computes at once is then the same in every life of a run."""
+        passed = 0
+        while True:
             status = await self._queue.status()
             wanted = _WAITING_CAPACITIES * capacity(status.budget, status.batch_groups)
             missing = wanted - status.groups["waiting"]
-            if missing > 0:
-                await self._queue.enqueue(self._sampler.take(missing))
-            await asyncio.sleep(_FEED_SECONDS)
+            # After a resume the sampler passes tasks that the queue knows.
+            if missing <= 0 or passed > status.enqueued:
+                return
+            await self._queue.enqueue(self._sampler.take(missing))
+            passed += missing
 
-    async def _evaluate(self, phase: str) -> None:
-        """Scores the held-out problems under the version in place, once a run and phase."""
+    async def _evaluate(self, phase: str) -> bool:
+        """Scores the held-out problems under the version in place, once a run and phase: whether it
+        was now."""
         tasks = self._sampler.heldout(phase, min_version=self._position.version)
         if not tasks or phase in self._position.evaluated:
-            return
+            return False
         await self._queue.enqueue(tasks)
         batch = await self._lease(Purpose.EVAL, [task.task_id for task in tasks])
         await self._queue.commit(batch, version=self._position.version)
         self._position.evaluated.append(phase)
         self._record.evaluation(self._position.version, phase, batch)
+        return True
 
     # Weights and checkpoints ---------------------------------------------------------------------
 
@@ -246,8 +267,13 @@ class Trainer:
             self._sampler.restore(self._position.sampler)
             self._saved_version = self._position.version
         resumed = await self._queue.resume(self._position.version)
+        status = await self._queue.status()
+        # Further than what is there to train on no life gets without the nodes.
+        batches = status.groups["queued"] // self._config.trainer.batch_groups
+        self._replayed_to = min(self._checkpoints.published, self._position.version + batches)
         self._publisher = await asyncio.to_thread(self._start_publisher, resumed.incarnation)
-        await self._publish()
+        if self._position.version >= self._replayed_to:
+            await self._publish()
         HEALTH.set_ready()
         log.info("ready", version=self._position.version, restored_groups=resumed.restored)
         return self._publisher
@@ -258,6 +284,7 @@ class Trainer:
 
         def hand_over() -> None:
             canary = self._canary.score(self._backend)
+            self._checkpoints.set_published(version)
             self._publisher.publish(version, self._backend.weights(), canary)
 
         await self._compute(hand_over)

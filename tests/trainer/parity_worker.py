@@ -160,10 +160,10 @@ def far(own: dict[str, Any], expected: dict[str, Tensor]) -> float:
 def start(case: dict[str, Any], directory: Path, world: World) -> RankBackend:
     config = TrainerConfig(**SETTINGS, **case.get("settings", {}))
     if case["backend"] == "torch":
-        return TorchBackend(directory, config, precision="fp32", world=world)
+        return TorchBackend(directory, config, precision="fp32", world=world, reference=directory)
     from trainer_service.backends.megatron.backend import MegatronBackend
 
-    return MegatronBackend(directory, config, precision="fp32", world=world)
+    return MegatronBackend(directory, config, precision="fp32", world=world, reference=directory)
 
 
 def run(
@@ -177,6 +177,8 @@ def run(
     for step in range(2):
         batches = microbatches(step)
         scored = backend.logprobs(batches)
+        if step == 0:
+            begun = scored
         losses: list[float] = []
 
         def counted(
@@ -212,6 +214,11 @@ def run(
         backend.load(before)
     backend.accumulate(microbatches(2), given)
     backend.apply()
+    frozen = backend.logprobs(microbatches(0), reference=True)
+    if world.leads:
+        found["reference"] = max(
+            float(np.abs(own - first).max()) for own, first in zip(frozen, begun, strict=True)
+        )
     weights = dict(backend.weights())
     if expected is not None:
         found["resumed"] = far(weights, expected.weights[2])

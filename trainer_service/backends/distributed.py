@@ -7,14 +7,13 @@ collectives never cross.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum, auto
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +25,6 @@ from trainer_service.backends.inputs import Inputs, decode, encode
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
 from trainer_service.batching import PackedBatch
-
-WRITE_SECONDS = 3600.0
-"""How long a rank may take to write its part of a checkpoint."""
 
 
 class Command(IntEnum):
@@ -156,42 +152,28 @@ def follow(own: RankBackend, world: World) -> None:
                     return
 
 
-def rounds(batches: Sequence[PackedBatch | Inputs], ranks: int) -> Iterator[list[Any]]:
-    """Micro-batches that are computed at a time, one on each data rank; the last may be fewer."""
-    for start in range(0, len(batches), ranks):
-        yield list(batches[start : start + ranks])
+class Round(NamedTuple):
+    """Micro-batches that are computed at a time, one on each data rank.
 
-
-class SharedWrite:
-    """A snapshot that each rank writes a part of.
-
-    The leader learns the directory, the others from it, by notes; it returns when all have written.
+    Attributes:
+        own: This rank's; idle when there are none left for it.
+        sizes: Trained tokens of each rank's.
+        all: Those of all ranks, without idle ones.
     """
 
-    _numbers = itertools.count()
+    own: PackedBatch | Inputs
+    sizes: list[int]
+    all: list[Any]
 
-    def __init__(self, world: World, write: Callable[[Path, str], None]) -> None:
-        """`write` gets the directory and the part's name."""
-        self._world = world
-        self._write = write
-        self._key = f"snapshot/{next(self._numbers)}"
 
-    def __call__(self, directory: Path) -> None:
-        world = self._world
-        where = f"{self._key}/directory"
-        if world.leads:
-            world.note(where, str(directory))
-        else:
-            (told,) = world.read([where], "the checkpoint's directory", WRITE_SECONDS)
-            directory = Path(told)
-        self._write(directory, f"-{world.rank:05d}")
-        world.note(f"{self._key}/{world.rank}")
-        if world.leads:
-            world.read(
-                [f"{self._key}/{rank}" for rank in range(world.size)],
-                f"all {world.size} ranks' parts of the checkpoint",
-                WRITE_SECONDS,
-            )
+def rounds(batches: Sequence[PackedBatch | Inputs], ranks: int, rank: int) -> Iterator[Round]:
+    """All rounds of a step, as this rank sees them."""
+    for start in range(0, len(batches), ranks):
+        at_a_time = list(batches[start : start + ranks])
+        sizes = [batch.targets.size for batch in at_a_time]
+        sizes += [0] * (ranks - len(sizes))
+        own = at_a_time[rank] if rank < len(at_a_time) else Inputs.idle()
+        yield Round(own, sizes, at_a_time)
 
 
 def _broadcast(world: World, tensor: torch.Tensor) -> None:

@@ -9,8 +9,7 @@ rounding.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,11 +23,12 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends import files, lora
 from trainer_service.backends.base import Loss, StepResult
-from trainer_service.backends.distributed import RankBackend, SharedWrite, rounds
+from trainer_service.backends.distributed import RankBackend, Round, rounds
 from trainer_service.backends.exchange import Exchange
 from trainer_service.backends.inputs import Inputs
 from trainer_service.backends.optimizer import MasterAdamW, dithered
 from trainer_service.backends.sharding import Shards, local
+from trainer_service.backends.snapshot import snapshot
 from trainer_service.backends.torch_model import TorchModel
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
@@ -153,30 +153,14 @@ class TorchBackend(RankBackend):
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[Path], None]:
-        own = itertools.count()
-
-        def copied(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-            """Whole tensors, each kept by one rank."""
-            kept = {}
-            for name, part in tensors.items():
-                values = self._whole(name, part)
-                if next(own) % self.spread.ranks == (
-                    0 if self._world is None else self._world.rank
-                ):
-                    kept[prefix + name] = values.to("cpu", copy=True)
-            return kept
-
-        masters = copied(self._optimizer.masters())
-        state: dict[str, Tensor] = {}
-        for moment, of in self._optimizer.moments():
-            state |= copied(of, f"{moment}.")
-        if self._world is None or self._world.leads:
-            state |= {name: count.clone().cpu() for name, count in self._optimizer.counts().items()}
-
-        def write(directory: Path, part: str = "") -> None:
-            files.write(directory, part, masters, state)
-
-        return write if self._world is None else SharedWrite(self._world, write)
+        own = 0 if self._world is None else self._world.rank
+        return snapshot(
+            self._optimizer,
+            lambda parts: ((name, self._whole(name, part)) for name, part in parts.items()),
+            world=self._world,
+            own=own,
+            ranks=self.spread.ranks,
+        )
 
     def load(self, directory: Path) -> None:
         def parts(stem: str) -> dict[str, Tensor]:
@@ -185,16 +169,9 @@ class TorchBackend(RankBackend):
 
         self._optimizer.restore(parts(files.WEIGHTS), parts(files.OPTIMIZER))
 
-    def _rounds(
-        self, batches: Sequence[PackedBatch | Inputs]
-    ) -> Iterator[tuple[PackedBatch | Inputs, list[int], list[Any]]]:
-        """This rank's micro-batch, all ranks' numbers of trained tokens, all micro-batches."""
-        ranks = self.spread.ranks
+    def _rounds(self, batches: Sequence[PackedBatch | Inputs]) -> Iterator[Round]:
         own = 0 if self._exchange is None else self._exchange.data.rank()
-        for at_a_time in rounds(batches, ranks):
-            sizes = [batch.targets.size for batch in at_a_time]
-            sizes += [0] * (ranks - len(sizes))
-            yield at_a_time[own] if own < len(at_a_time) else Inputs.idle(), sizes, at_a_time
+        return rounds(batches, self.spread.ranks, own)
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((n, p) for n, p in self._scores.model.named_parameters() if p.requires_grad)

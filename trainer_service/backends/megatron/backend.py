@@ -8,8 +8,7 @@ Hugging Face model, but for rounding.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,15 +30,15 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends import files
 from trainer_service.backends.base import Loss, StepResult
-from trainer_service.backends.distributed import RankBackend, SharedWrite, rounds
+from trainer_service.backends.distributed import RankBackend, Round, rounds
 from trainer_service.backends.exchange import Exchange
 from trainer_service.backends.inputs import Inputs
-from trainer_service.backends.megatron import context, names
+from trainer_service.backends.megatron import context
 from trainer_service.backends.megatron.collectives import sum_parts
 from trainer_service.backends.megatron.cpu import adapt
 from trainer_service.backends.megatron.model import (
     PolicyModel,
-    head_width,
+    heads_of,
     shape_of,
     transformer_config,
 )
@@ -47,13 +46,11 @@ from trainer_service.backends.megatron.pieces import Pieces
 from trainer_service.backends.megatron.pretrained import Pretrained
 from trainer_service.backends.megatron.weights import NamedWeights
 from trainer_service.backends.optimizer import MasterAdamW, dithered
+from trainer_service.backends.snapshot import snapshot
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
 from trainer_service.batching import PackedBatch
-
-Round = tuple[PackedBatch | Inputs, list[int], list[Any]]
-"""This rank's micro-batch, all data ranks' numbers of trained tokens, all their micro-batches."""
 
 
 class MegatronBackend(RankBackend):
@@ -93,7 +90,6 @@ class MegatronBackend(RankBackend):
         self._accumulated = False
         dtype = self._published if world.device.type == "cuda" else torch.float32
         megatron = transformer_config(hf, world.layout, config, dtype)
-        heads = names.Heads(hf.num_attention_heads, hf.num_key_value_heads, head_width(hf))
         self._model = PolicyModel(megatron, hf)
         self._parallel = DistributedDataParallel(
             megatron,
@@ -103,7 +99,7 @@ class MegatronBackend(RankBackend):
             self._model,
         )
         self._pieces = Pieces(self._parallel)
-        self._weights = NamedWeights(self._model, self._pieces, heads, world)
+        self._weights = NamedWeights(self._model, self._pieces, heads_of(hf), world)
         pretrained = Pretrained(model_directory, shape.experts)
 
         def masters(name: str) -> Tensor:
@@ -120,13 +116,7 @@ class MegatronBackend(RankBackend):
             copies=self._weights.copies,
         )
         self._parallel.start_param_sync(force_sync=True)
-        self._reference: PolicyModel | None = None
-        if reference is not None:
-            frozen = Pretrained(reference, shape.experts)
-            self._reference = PolicyModel(megatron, hf).requires_grad_(False)
-            NamedWeights(self._reference, Pieces(), heads, world).fill(
-                lambda name: frozen.read(name).to(self._published)
-            )
+        self._reference = None if reference is None else self._frozen(reference, config, dtype, hf)
 
     @property
     def context_length(self) -> int:
@@ -146,8 +136,10 @@ class MegatronBackend(RankBackend):
         found: list[Tensor] = []
 
         def keep(round_: Round, hidden: Tensor) -> Tensor:
-            logprobs, _ = self._score(round_[0], hidden, model.head_weight)
-            found.extend(scores[0] for scores in self._exchange.gather(round_[1], logprobs[None]))
+            logprobs, _ = self._score(round_.own, hidden, model.head_weight)
+            found.extend(
+                scores[0] for scores in self._exchange.gather(round_.sizes, logprobs[None])
+            )
             return logprobs.sum()
 
         self._run(model, batches, keep, forward_only=True)
@@ -155,8 +147,8 @@ class MegatronBackend(RankBackend):
 
     def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
         def total(round_: Round, hidden: Tensor) -> Tensor:
-            logprobs, entropy = self._score(round_[0], hidden, self._model.head_weight)
-            return self._exchange.surrogate(round_[1], round_[2], loss, logprobs, entropy)
+            logprobs, entropy = self._score(round_.own, hidden, self._model.head_weight)
+            return self._exchange.surrogate(round_.sizes, round_.all, loss, logprobs, entropy)
 
         self._run(self._parallel, batches, total, forward_only=False)
         self._accumulated = self._accumulated or len(batches) > 0
@@ -186,27 +178,13 @@ class MegatronBackend(RankBackend):
     @torch.no_grad()
     def snapshot(self) -> Callable[[Path], None]:
         ranks = self._world.size // self._world.layout.pp
-        own, turns = dist.get_rank() % ranks, itertools.count()
-
-        def copied(parts: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-            """Whole tensors, each kept by one rank of the stage."""
-            return {
-                prefix + name: values.to("cpu", copy=True)
-                for name, values in self._weights.whole_pieces(parts)
-                if next(turns) % ranks == own
-            }
-
-        masters = copied(self._optimizer.masters())
-        state: dict[str, Tensor] = {}
-        for moment, of in self._optimizer.moments():
-            state |= copied(of, f"{moment}.")
-        if self._world.leads:
-            state |= {name: count.clone().cpu() for name, count in self._optimizer.counts().items()}
-
-        def write(directory: Path, part: str) -> None:
-            files.write(directory, part, masters, state)
-
-        return SharedWrite(self._world, write)
+        return snapshot(
+            self._optimizer,
+            self._weights.whole_pieces,
+            world=self._world,
+            own=dist.get_rank() % ranks,
+            ranks=ranks,
+        )
 
     def load(self, directory: Path) -> None:
         weights = files.TensorFiles(directory, files.WEIGHTS)
@@ -219,6 +197,25 @@ class MegatronBackend(RankBackend):
             state |= {f"{moment}.{name}": part for name, part in cut.items()}
         self._optimizer.restore(self._weights.cut(weights.read), state)
         self._parallel.start_param_sync(force_sync=True)
+
+    def _frozen(
+        self, directory: Path, config: TrainerConfig, dtype: torch.dtype, policy: Any
+    ) -> PolicyModel:
+        """A model to score with, in the values that a policy of this precision has."""
+        hf = AutoConfig.from_pretrained(directory)
+        shape, layout = shape_of(hf), self._world.layout
+        layout.check(shape)
+        if hf.vocab_size != policy.vocab_size:
+            raise ConfigError(
+                f"trainer.reference = {str(directory)!r}: it knows {hf.vocab_size} tokens, the "
+                f"policy {policy.vocab_size}; use a model with the same tokenizer"
+            )
+        model = PolicyModel(transformer_config(hf, layout, config, dtype), hf)
+        pretrained = Pretrained(directory, shape.experts)
+        NamedWeights(model.requires_grad_(False), Pieces(), heads_of(hf), self._world).fill(
+            lambda name: pretrained.read(name).to(self._published)
+        )
+        return model
 
     # Computing -----------------------------------------------------------------------------------
 
@@ -234,12 +231,7 @@ class MegatronBackend(RankBackend):
         if not batches:
             return
         data = self._exchange.data
-        todo: list[Round] = []
-        for at_a_time in rounds(batches, data.size()):
-            sizes = [batch.targets.size for batch in at_a_time]
-            sizes += [0] * (data.size() - len(sizes))
-            own = at_a_time[data.rank()] if data.rank() < len(at_a_time) else Inputs.idle()
-            todo.append((own, sizes, at_a_time))
+        todo = list(rounds(batches, data.size(), data.rank()))
 
         def forward(pending: Iterator[Round], _: Any) -> tuple[Tensor, Any]:
             round_ = next(pending)
@@ -248,7 +240,7 @@ class MegatronBackend(RankBackend):
                 # Tokens are counted in the weights of the loss.
                 return finish(round_, hidden), torch.zeros((), dtype=torch.int), {}
 
-            return self._forward(round_[0], model), end
+            return self._forward(round_.own, model), end
 
         get_forward_backward_func()(
             forward_step_func=forward,

@@ -33,6 +33,7 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends.layout import Layout, ModelShape
 from trainer_service.backends.megatron.collectives import gather_tokens
+from trainer_service.backends.megatron.names import Heads
 from trainer_service.backends.packed_attention import attend
 from trainer_service.batching import Segment
 
@@ -223,8 +224,9 @@ def _rotary(hf: Any) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(hf)
 
 
-def head_width(hf: PretrainedConfig) -> int:
-    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+def heads_of(hf: Any) -> Heads:
+    width = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return Heads(hf.num_attention_heads, hf.num_key_value_heads, width)
 
 
 def transformer_config(
@@ -254,7 +256,7 @@ def transformer_config(
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_width(hf),
+        kv_channels=heads_of(hf).width,
         ffn_hidden_size=hf.intermediate_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
