@@ -52,6 +52,12 @@ _NAMESPACED = {
     "networking.k8s.io/v1": "Ingress NetworkPolicy",
     "rbac.authorization.k8s.io/v1": "Role RoleBinding",
 }
+# What the API server fills in, and clients rely on.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Deployment": {"replicas": 1},
+    "StatefulSet": {"replicas": 1},
+    "Service": {"clusterIP": "10.0.0.1"},
+}
 _PLURALS = {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"}
 
 
@@ -133,8 +139,8 @@ class Cluster:
         metadata["generation"] = kept.get("generation", 1) + changed
         for name, text in new.pop("stringData", {}).items():
             new.setdefault("data", {})[name] = base64.b64encode(text.encode()).decode()
-        if resource.kind == "Service":
-            new["spec"].setdefault("clusterIP", "10.0.0.1")
+        if resource.kind in _DEFAULTS:
+            new["spec"] = {**_DEFAULTS[resource.kind], **new["spec"]}
         new.update(_status(new))
         if not dry_run:
             self.objects[key] = new
