@@ -33,7 +33,6 @@ import httpx2 as httpx
 import numpy as np
 from transformers import AutoTokenizer
 
-from leeway.config import SecurityConfig
 from leeway.trajectory import Sampling, Task
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.base import GenerateRequest
@@ -61,7 +60,7 @@ async def serving(model: Path, concurrency: int) -> AsyncIterator[tuple[TorchEng
     gateway = Gateway(engine, renderer, AnswerFormat(tokenizer), max_requests=4096)
     app = build_app(gateway, "policy", ExternalProgram(), token=None)
     try:
-        async with serve(app, "127.0.0.1:0", SecurityConfig()) as address:
+        async with serve(app, "127.0.0.1:0") as address:
             yield engine, gateway, f"http://{address}"
     finally:
         await engine.close()

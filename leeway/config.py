@@ -198,7 +198,9 @@ class GatewayConfig(Section):
     """The HTTP server that agents use; it runs on nodes whose tasks have an agent."""
 
     address: str = LOOPBACK_ANY_PORT
-    """host:port it binds."""
+    """host:port it binds; off loopback only with a token."""
+    token: SecretStr | None = None
+    """What programs that run elsewhere open sessions with. A session's own key is made for it."""
     max_requests: PositiveInt = 1024
     """So many answers may be under way at once; beyond, it answers 429."""
 

@@ -73,7 +73,13 @@ class Gateway:
         return session
 
     async def answer(self, session: Session, ask: Ask, call: Call) -> Completion:
-        """Samples the answers and adds them to the session's conversation."""
+        """Samples the answers and adds them to the session's conversation.
+
+        Raises:
+            DataError: the request cannot be rendered, or leaves no room to answer.
+            OverBudgetError: too much is under way.
+            EngineError, InfrastructureError: see `Engine`.
+        """
         placed = place(session.conversation.answers, ask, self._renderer)
         prompt = placed.prompt()
         room = self._renderer.context - prompt.size

@@ -13,6 +13,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
@@ -20,7 +21,6 @@ import xxhash
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from leeway.config import SecurityConfig
 from leeway.errors import ConfigError, DataError, EngineError, InfrastructureError, LeewayError
 from leeway.trajectory import Task
 from rollout_service.gateway import (
@@ -35,7 +35,6 @@ from rollout_service.gateway.sessions import Call, Session
 
 # How long the last responses may take once the server is told to end.
 _SHUTDOWN_SECONDS = 1
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Offers(Protocol):
@@ -115,7 +114,7 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
     @app.post("/sessions")
     async def open_session(request: Request) -> Response:
         if token is not None and _key(request) != token:
-            raise SessionError("the token is not security.token")
+            raise SessionError("the token is not rollout.gateway.token")
         taken = offers.take()
         if taken is None:
             raise OverBudgetError("no task may be begun now: the staleness budget is used up", 1.0)
@@ -155,18 +154,15 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
 
 
 @asynccontextmanager
-async def serve(app: FastAPI, address: str, security: SecurityConfig) -> AsyncIterator[str]:
-    """Serves until the context ends; yields the address that was bound.
+async def serve(
+    app: FastAPI, address: str, certificate: Path | None = None, key: Path | None = None
+) -> AsyncIterator[str]:
+    """Serves until the context ends, over TLS with a certificate; yields the address it bound.
 
     Raises:
-        ConfigError: the address cannot be bound, or is open to others and unsecured.
+        ConfigError: the address cannot be bound.
     """
     host, _, port = address.rpartition(":")
-    if host not in _LOOPBACK and not security.secured:
-        raise ConfigError(
-            f"rollout.gateway.address = {address}: reachable from elsewhere and unsecured; set "
-            "security.token, or use 127.0.0.1"
-        )
     try:
         listener = socket.create_server((host, int(port)))
     except (OSError, ValueError) as error:
@@ -178,8 +174,8 @@ async def serve(app: FastAPI, address: str, security: SecurityConfig) -> AsyncIt
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            ssl_certfile=security.certificate,
-            ssl_keyfile=security.key,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
     )
     task = asyncio.create_task(server.serve(sockets=[listener]))

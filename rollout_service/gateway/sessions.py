@@ -60,7 +60,7 @@ class Call:
 
         Raises:
             SessionError: the session ended before.
-            LeewayError: the answer could not be sampled; see `Gateway.answer`.
+            LeewayError: the answer could not be sampled; see `answering.Gateway.answer`.
         """
         assert self.completion is not None  # set by `Session.ask` before anyone has the call
         await asyncio.wait({self.completion})
@@ -152,8 +152,6 @@ class Session:
 
         Raises:
             SessionError: the session is closed.
-            OverBudgetError: too much is under way.
-            DataError, EngineError: nothing can be sampled for this.
         """
         if self.closed.is_set():
             raise SessionError("the session is closed")

@@ -25,7 +25,14 @@ from typing import Any, Self
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
 from leeway.orphans import end_with_parent
-from rollout_service.sandbox.loading import FaultError, describe, load, outcome
+from rollout_service.sandbox.loading import (
+    FaultError,
+    answer_line,
+    describe,
+    fault_line,
+    load,
+    outcome,
+)
 from rollout_service.sandbox.worker import limit_memory, pipes
 
 _START_SECONDS = 60.0
@@ -204,7 +211,8 @@ class AgentSession:
 
 async def _serve(spec: str, requests: Any, answers: Any) -> None:
     def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
+        line = fault_line(message["fault"], message) if "fault" in message else answer_line(message)
+        answers.write(line)
         answers.flush()
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import numbers
 import sys
@@ -12,9 +13,31 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+# The longest answer of a worker, in one line: a tool's result, an environment's messages.
+ANSWER_BYTES = 4 << 20
+# A fault is cut to this many characters.
+_FAULT_LENGTH = 2000
+
 
 class FaultError(Exception):
     """What the user has to know: the message names the cause and the remedy."""
+
+
+def answer_line(message: dict[str, Any]) -> bytes:
+    """A worker's answer, ready to be written; a fault where it cannot be one."""
+    try:
+        line = json.dumps(message).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        return fault_line(f"returned what JSON cannot hold: {error}; return text", message)
+    if len(line) > ANSWER_BYTES:
+        return fault_line(f"returned {len(line)} bytes; return less than {ANSWER_BYTES}", message)
+    return line
+
+
+def fault_line(fault: object, message: dict[str, Any] | None = None) -> bytes:
+    """A fault, for the same run as the message."""
+    run = {"run": message["run"]} if message is not None and "run" in message else {}
+    return json.dumps({**run, "fault": str(fault)[:_FAULT_LENGTH]}).encode() + b"\n"
 
 
 def load(spec: str) -> Any:
@@ -40,7 +63,8 @@ def load(spec: str) -> Any:
         known = [
             key
             for key, value in vars(module).items()
-            if inspect.isfunction(value) or inspect.isclass(value)
+            if inspect.isfunction(value)
+            or (inspect.isclass(value) and value.__module__ == module.__name__)
         ]
         raise FaultError(f"{source} has no function {name!r}; it has: {', '.join(known) or 'none'}")
     return found

@@ -25,6 +25,7 @@ from typing import Any, Self
 from prometheus_client import Counter
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
+from rollout_service.sandbox.loading import ANSWER_BYTES
 
 CALLS = Counter(
     "leeway_reward_calls_total",
@@ -36,8 +37,6 @@ CALLS = Counter(
 _START_SECONDS = 60.0
 # From the end of a worker's pipe to the end of its process.
 _DEATH_SECONDS = 1.0
-# The longest answer of a worker: a tool's result, an environment's messages.
-_ANSWER_BYTES = 4 << 20
 
 
 class WorkerPool:
@@ -92,9 +91,7 @@ class WorkerPool:
         self._closed = True
         await asyncio.gather(*(self._end(worker) for worker in list(self._workers)))
 
-    async def call(
-        self, request: Mapping[str, Any], patience: float | None = None
-    ) -> dict[str, Any]:
+    async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What the code says to one request.
 
         Raises:
@@ -105,7 +102,7 @@ class WorkerPool:
             return await ask(request)
 
     @asynccontextmanager
-    async def take(self, patience: float | None = None) -> AsyncIterator[Ask]:
+    async def take(self, patience: float | None = None) -> AsyncIterator[Caller]:
         """Keeps a worker for the context; yields what calls it (see `call`).
 
         Args:
@@ -206,7 +203,7 @@ class WorkerPool:
         await worker.kill()
 
 
-Ask = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
+Caller = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Calls a worker that is kept."""
 
 
@@ -231,7 +228,7 @@ class _Worker:
             spec,
             str(os.getpid()),
             str(memory_bytes),
-            limit=_ANSWER_BYTES,
+            limit=ANSWER_BYTES,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

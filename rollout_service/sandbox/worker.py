@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from leeway.orphans import end_with_parent
-from rollout_service.sandbox.loading import FaultError
-
-# Answers are read with a bounded buffer: a fault is cut to this many characters.
-_FAULT_LENGTH = 2000
+from rollout_service.sandbox.loading import FaultError, answer_line, fault_line
 
 
 class Host(Protocol):
@@ -62,21 +59,21 @@ def main(kind: str, spec: str, parent: int, memory_bytes: int) -> None:
     limit_memory(memory_bytes)
     requests, answers = pipes()
 
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message).encode() + b"\n")
+    def write(line: bytes) -> None:
+        answers.write(line)
         answers.flush()
 
     try:
         host = open_host(kind, spec)
     except FaultError as fault:
-        answer({"fault": str(fault)[:_FAULT_LENGTH]})
+        write(fault_line(fault))
         return
-    answer({"ready": True})
+    write(answer_line({"ready": True}))
     for line in requests:
         try:
-            answer(host.answer(json.loads(line)))
+            write(answer_line(host.answer(json.loads(line))))
         except FaultError as fault:
-            answer({"fault": str(fault)[:_FAULT_LENGTH]})
+            write(fault_line(fault))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from leeway.config import Config
+from leeway.errors import ConfigError
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.base import Engine
 from rollout_service.gateway.answering import Gateway
@@ -71,14 +72,24 @@ async def open_workflow(
 
 @asynccontextmanager
 async def _agent(config: Config, gateway: Gateway) -> AsyncIterator[Program]:
-    """The program of `task.agent`, behind the gateway's HTTP server."""
-    agent, security = config.task.agent, config.security
+    """The program of `task.agent`, behind the gateway's HTTP server.
+
+    Raises:
+        ConfigError: the server would be open to others, or the agent cannot be used.
+    """
+    agent, settings = config.task.agent, config.rollout.gateway
+    certificate, key = config.security.certificate, config.security.key
     external = ExternalProgram()
-    token = security.token.get_secret_value() if security.token is not None else None
+    token = settings.token.get_secret_value() if settings.token is not None else None
+    if token is None and not settings.address.startswith(("127.0.0.1:", "localhost:", "[::1]:")):
+        raise ConfigError(
+            f"rollout.gateway.address = {settings.address}: reachable from elsewhere; set "
+            "rollout.gateway.token, or use 127.0.0.1"
+        )
     app = build_app(gateway, config.model.path, external, token)
-    async with serve(app, config.rollout.gateway.address, security) as address:
+    async with serve(app, settings.address, certificate, key) as address:
         host, _, port = address.rpartition(":")
-        scheme = "https" if security.certificate is not None else "http"
+        scheme = "http" if certificate is None else "https"
         reachable = "127.0.0.1" if host in ("0.0.0.0", "::", "[::]") else host
         base_url = f"{scheme}://{reachable}:{port}/v1"
         log.info("gateway", address=address)

@@ -8,7 +8,7 @@ from typing import Any
 from rollout_service.gateway.messages import Message, canonical_message, function_tool
 from rollout_service.gateway.requests import Ask, Choice
 from rollout_service.gateway.sessions import Session
-from rollout_service.sandbox import pool
+from rollout_service.sandbox.pool import Caller, WorkerPool
 from rollout_service.workflows.base import Sample
 
 
@@ -20,7 +20,7 @@ class EnvironmentProgram:
         patience: How long an episode may wait for a worker.
     """
 
-    def __init__(self, workers: pool.WorkerPool, turns: int, patience: float) -> None:
+    def __init__(self, workers: WorkerPool, turns: int, patience: float) -> None:
         self._workers = workers
         self._turns = turns
         self._patience = patience
@@ -56,7 +56,7 @@ async def _answer(
     return (await call.deliver()).choices[0]
 
 
-async def _call_tools(ask: pool.Ask, session: Session, choice: Choice) -> list[Message] | None:
+async def _call_tools(ask: Caller, session: Session, choice: Choice) -> list[Message] | None:
     """Results of the tools that the model called; None when it called none."""
     calls = choice.message.get("tool_calls")
     if not calls:
@@ -69,7 +69,7 @@ async def _call_tools(ask: pool.Ask, session: Session, choice: Choice) -> list[M
     return results
 
 
-async def _step(ask: pool.Ask, session: Session, choice: Choice) -> list[Message] | None:
+async def _step(ask: Caller, session: Session, choice: Choice) -> list[Message] | None:
     """What the environment says to the model's action; None when the episode is done."""
     answer = await ask({"step": choice.message["content"]})
     if answer["reward"] is not None:

@@ -121,8 +121,12 @@ async def test_an_environment_with_tools(opened: Any) -> None:
 
 
 async def test_an_environment_that_steps(opened: Any) -> None:
-    for name, turns, reward in [("Walk", 3, 1.5), ("Gymnastic", 1, 1.0)]:
-        async with opened(environment=f"{WRITTEN}:{name}") as workflow:
+    gymnastic = WRITTEN.with_name("gymnastic.py")
+    for spec, turns, reward in [
+        (f"{WRITTEN}:Walk", 3, 1.5),
+        (f"{gymnastic}:Gymnastic", 1, 1.0),
+    ]:
+        async with opened(environment=spec) as workflow:
             trajectory = await finished(workflow)
         assert trajectory.reward == trajectory.score == reward
         turn_rewards = trajectory.extras["turn_rewards"]
@@ -146,6 +150,7 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model(opened: Any) -> N
         ("Hangs", {"environment_seconds": 1}, FailureKind.REWARD, "task.environment_seconds"),
         ("Dies", {}, FailureKind.INFRASTRUCTURE, "exit status 3"),
         ("Hungry", {"memory_bytes": 1 << 30}, FailureKind.REWARD, "MemoryError"),
+        ("Floods", {}, FailureKind.REWARD, "return less than"),
         ("Untyped", {}, FailureKind.REWARD, "its parameter 'a' has no type"),
     ],
 )
@@ -262,6 +267,24 @@ async def test_an_aborted_session_is_interrupted(opened: Any) -> None:
         await workflow.abort(["lease/0", "lease/1"])
         ended = await running
     assert [type(event) for event in ended] == [Interrupted, Interrupted]
+
+
+async def test_a_gateway_that_others_reach_needs_a_token(model: Path) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "task": {"jsonl": "unused.jsonl", "agent": "external"},
+            "sampling": {"max_new_tokens": 64},
+            "rollout": {"gateway": {"address": "0.0.0.0:0"}},
+        }
+    )
+    engine = TorchEngine(model, concurrency=1)
+    try:
+        with pytest.raises(ConfigError, match=r"set rollout\.gateway\.token"):
+            async with open_workflow(config, engine, AutoTokenizer.from_pretrained(model), "node"):
+                pass
+    finally:
+        await engine.close()
 
 
 async def _open(http: httpx.AsyncClient) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class Hungry(Adder):
         return str(len(bytearray(2 << 30)))
 
 
+class Floods(Adder):
+    def add(self, a: int, b: int) -> str:
+        return "x" * (5 << 20)
+
+
 class Untyped(Adder):
     def add(self, a, b):  # type: ignore[no-untyped-def]
         return "never"
@@ -67,16 +72,6 @@ class Walk:
     def step(self, action: str) -> tuple[str, float, bool]:
         self.steps += 1
         return f"step {self.steps}", 0.25 * self.steps, self.steps == 3
-
-
-class Gymnastic:
-    """As Gymnasium has it."""
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-        return "add 3 4", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", 1.0, False, True, {}
 
 
 async def good(task: Any, session: Any) -> float:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from leeway.config import SecurityConfig
 from leeway.trajectory import Sampling, Task
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.torch_engine import TorchEngine
@@ -59,7 +58,7 @@ async def served(model: Path) -> AsyncIterator[Served]:
     result = Served(gateway, engine, "", [])
     app = build_app(gateway, "tiny", result, token=None)
     try:
-        async with serve(app, "127.0.0.1:0", SecurityConfig()) as address:
+        async with serve(app, "127.0.0.1:0") as address:
             result.url = f"http://{address}"
             yield result
     finally:
