@@ -2,7 +2,8 @@
 
 The same configuration, model, backend, checkpoints and export as a run of reinforcement learning,
 which can start from the export: `model.path: runs/<name>/checkpoints/export`. A run that was
-interrupted goes on from its last checkpoint, as if it had not been.
+interrupted goes on from its last checkpoint, as if it had not been. The reference of a preference
+is the model that the run begins with.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ async def serve(config: Config, lesson: Lesson, *, stop: asyncio.Event) -> None:
 
 
 def _serve(config: Config, lesson: Lesson, stopping: Callable[[], bool]) -> None:
-    model, reference = models.resolve(config.model.path), None
-    if lesson is Lesson.DPO:
-        reference = models.resolve(config.trainer.reference or config.model.path)
+    model = models.resolve(config.model.path)
+    reference = model if lesson is Lesson.DPO else None
     with launch.backend(config.trainer, model, reference) as backend:
         if backend is not None:
             _lead(config, lesson, model, backend, stopping)
@@ -71,7 +71,7 @@ def _lead(
     written = Demonstrations(AutoTokenizer.from_pretrained(model), backend.context_length)
     checkpoints = Checkpoints(
         run / "checkpoints",
-        run_id=config.run.name,
+        run_id=f"{config.run.name}/{lesson}",
         model_hash=model_hash(model),
         kept=trainer.checkpoints_kept,
     )
