@@ -293,11 +293,6 @@ class TrainerConfig(Section):
                 "recomputed: pi_theta / pi_prox is 1 at every token, so that the loss would be "
                 "policy.loss=reinforce; use algorithm.proximal=behaviour or minibatches=2"
             )
-        if self.algorithm.needs_reference and self.backend == "megatron":
-            raise ValueError(
-                "algorithm.kl.coefficient with backend = megatron: it holds no reference model; "
-                "use backend=torch"
-            )
         if self.reference is not None and not self.algorithm.needs_reference:
             raise ValueError(
                 f"reference = {self.reference!r} with algorithm.kl.coefficient = 0 would not be "
