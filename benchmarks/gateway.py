@@ -33,6 +33,7 @@ import httpx2 as httpx
 import numpy as np
 from transformers import AutoTokenizer
 
+from benchmarks.common import finish
 from leeway.trajectory import Sampling, Task
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.base import GenerateRequest
@@ -227,7 +228,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
+    if options.short:
+        options.sessions, options.rounds = 16, 1
     if options.part == "client":
         url, rounds = options.rest
         keys = json.loads(sys.stdin.read())
@@ -244,8 +248,9 @@ def main() -> None:
         if options.part == "latency":
             result: dict[str, Any] = asyncio.run(latency(model, options.sessions, options.rounds))
         else:
-            result = asyncio.run(streaming(model, sessions=256, at_once=32, compressed=20.0))
-    print(json.dumps({k: round(v, 4) for k, v in result.items()}, indent=2))
+            sessions = 96 if options.short else 256
+            result = asyncio.run(streaming(model, sessions, at_once=32, compressed=20.0))
+    finish(0, **{name: round(value, 4) for name, value in result.items()})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from leeway.config import UpdateMode
-from leeway.errors import EngineError
+from leeway.config import Config, UpdateMode
+from leeway.errors import EngineError, InfrastructureError
 from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Sampling
 from leeway.versions import expand
@@ -28,7 +28,9 @@ from rollout_service.engines.base import (
     GenerateRequest,
     Generation,
 )
+from rollout_service.engines.choose import open_engine
 from rollout_service.engines.server_process import server_process
+from rollout_service.engines.sglang_client import SglangClient
 from rollout_service.engines.sglang_engine import SglangEngine
 from rollout_service.engines.torch_engine import TorchEngine
 from tests.rollout.tiny_models import (
@@ -241,3 +243,31 @@ async def _running(engine: Engine) -> None:
     async with asyncio.timeout(SECONDS):
         while engine.stats().running == 0:
             await asyncio.sleep(0.005)
+
+
+async def test_sglang_refuses_a_support_that_its_log_probabilities_do_not_follow(
+    tmp_path: Path,
+) -> None:
+    model = save_tiny_model(tmp_path)
+    engine = SglangEngine(SglangClient("http://127.0.0.1:9"), model, CONTEXT, VOCABULARY, 0)
+    for restricted in (Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=5)):
+        prompt = np.array([1, 2], dtype=np.int32)
+        with pytest.raises(EngineError, match=r"use top_p=1\.0 and top_k=0"):
+            engine.check(GenerateRequest("one", prompt, restricted, 0))
+    with pytest.raises(InfrastructureError):
+        await collect(engine, [request("away", [1, 2])])
+    await engine.close()
+
+
+async def test_a_server_that_ends_while_it_starts_is_said_with_its_log(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"directory": str(tmp_path)},
+            "model": {"path": "unused"},
+            "task": {"jsonl": "unused", "reward": "un:used"},
+            "rollout": {"engine": {"kind": "sglang", "command": ["sh", "-c", "exit 3"]}},
+        }
+    )
+    with pytest.raises(InfrastructureError, match=r"status 3 .*engine-node\.log"):
+        async with open_engine(config, tmp_path, "node"):
+            pass
