@@ -129,10 +129,18 @@ def run() -> tuple[Schema, Schema]:
     definitions = schema.pop("$defs")
     for name in _SET_BY_THE_CHARTS:
         del schema["properties"][name]
-    # All but these have defaults, and a mapping of defaults in values.yaml would be noise.
+    for definition in definitions.values():
+        fields = definition.get("properties", {})
+        for name in [name for name, field in fields.items() if _secret(field)]:
+            del fields[name]
     schema.pop("title", None)
     schema["description"] = "The run's configuration; `leeway config show` prints it."
     return schema, definitions
+
+
+def _secret(field: Schema) -> bool:
+    """A secret has no place in a ConfigMap; files hold it."""
+    return any(each.get("writeOnly") for each in [field, *field.get("anyOf", [])])
 
 
 def shared(*image_names: str) -> dict[str, Schema]:
@@ -281,6 +289,12 @@ def rollout_cluster() -> dict[str, Schema]:
             drainSeconds=whole("To give back what is half done.", 1),
             **accelerators(),
             **scheduling(),
+        ),
+        "gateway": section(
+            "The HTTP gateway, for agents that run elsewhere in this cluster.",
+            enabled=flag("Make a Service for it."),
+            secret=text("A Secret with the token under the key token.", _NAME),
+            **{"from": {**_PEERS, "description": "Who may reach it."}},
         ),
         "autoscaling": section(
             "More nodes while the trainer waits.",

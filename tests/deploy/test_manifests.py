@@ -94,6 +94,8 @@ def test_derived_files_are_current() -> None:
         ("trainer", "run.trainer.lrr=1"),
         ("trainer", "run.staleness.budget=-1"),
         ("trainer", "run.security.token=1"),
+        ("trainer", 'run.queue.redis_url="redis://:secret@host"'),
+        ("rollout", 'run.rollout.gateway.token="secret"'),
         ("trainer", 'redis.external.url="rediss://:password@host"'),
         ("rollout", 'trainerCluster.queue="https://example.com"'),
         ("rollout", "nodes.replica=3"),

@@ -205,9 +205,8 @@ def test_every_query_names_metrics_that_there_are() -> None:
 def test_steps_that_dashboards_show_are_recorded_and_explained() -> None:
     glossary = "".join(p.read_text() for p in (ROOT / "docs").glob("*.md"))
     texts = [path.read_text() for path in (ROOT / "deploy" / "dashboards").glob("*.json")]
-    recorded = (ROOT / "trainer_service" / "record.py").read_text() + "".join(
-        path.read_text() for path in (ROOT / "trainer_service" / "algorithms").glob("*.py")
-    )
+    code = [p for name in ("leeway", "trainer_service") for p in (ROOT / name).rglob("*.py")]
+    recorded = "".join(path.read_text() for path in code)
     for name in set(re.findall(r'metric=\\"([a-z_0-9]+)', "".join(texts))):
         assert f"`{name}`" in glossary, name
         stem = name.removesuffix("_seconds")

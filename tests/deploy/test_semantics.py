@@ -87,6 +87,7 @@ def test_what_pods_mount_is_made_by_the_chart_or_named_by_the_user(
         "leeway-redis",
         "trainer-rollout-tls",
         "base-models",
+        "leeway-gateway",
         "kube-root-ca.crt",
     }
     for workload in workloads(manifests):
@@ -203,10 +204,12 @@ def test_no_secret_is_in_an_environment_an_argument_or_a_config_map(
 def test_the_rollout_side_listens_to_nobody_outside() -> None:
     for example in EXAMPLES:
         manifests = render(example, "rollout")
-        assert not of_kind(manifests, "Service", "Ingress")
+        for service in of_kind(manifests, "Service"):
+            assert service["spec"].get("type", "ClusterIP") == "ClusterIP"
+        assert not of_kind(manifests, "Ingress", "TLSRoute")
         (policy,) = of_kind(manifests, "NetworkPolicy")
         for rule in policy["spec"]["ingress"]:
-            assert rule["ports"] == [{"port": "metrics", "protocol": "TCP"}]
+            assert {port["port"] for port in rule["ports"]} <= {"metrics", "gateway"}
             assert all("ipBlock" not in peer for peer in rule["from"])
 
 
