@@ -201,6 +201,8 @@ class GatewayConfig(Section):
     """host:port it binds; off loopback only with a token."""
     token: SecretStr | None = None
     """What programs that run elsewhere open sessions with. A session's own key is made for it."""
+    token_file: Path | None = None
+    """Holds the token instead."""
     max_requests: PositiveInt = 1024
     """So many answers may be under way at once; beyond, it answers 429."""
 

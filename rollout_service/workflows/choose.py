@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from leeway.config import Config
+from leeway.config import Config, GatewayConfig
 from leeway.errors import ConfigError
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.base import Engine
@@ -70,6 +70,17 @@ async def open_workflow(
         yield Agents(gateway, program, node_id, task.session_seconds)
 
 
+def _gateway_token(settings: GatewayConfig) -> str | None:
+    if settings.token_file is None:
+        return settings.token.get_secret_value() if settings.token is not None else None
+    try:
+        return settings.token_file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"rollout.gateway.token_file = {settings.token_file}: {error.strerror}"
+        ) from error
+
+
 @asynccontextmanager
 async def _agent(config: Config, gateway: Gateway) -> AsyncIterator[Program]:
     """The program of `task.agent`, behind the gateway's HTTP server.
@@ -80,11 +91,11 @@ async def _agent(config: Config, gateway: Gateway) -> AsyncIterator[Program]:
     agent, settings = config.task.agent, config.rollout.gateway
     certificate, key = config.security.certificate, config.security.key
     external = ExternalProgram()
-    token = settings.token.get_secret_value() if settings.token is not None else None
+    token = _gateway_token(settings)
     if token is None and not settings.address.startswith(("127.0.0.1:", "localhost:", "[::1]:")):
         raise ConfigError(
             f"rollout.gateway.address = {settings.address}: reachable from elsewhere; set "
-            "rollout.gateway.token, or use 127.0.0.1"
+            "rollout.gateway.token or token_file, or use 127.0.0.1"
         )
     app = build_app(gateway, config.model.path, external, token)
     async with serve(app, settings.address, certificate, key) as address:
