@@ -6,31 +6,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from leeway import models, rpc
 from leeway.config import Config
 from leeway.telemetry import Spans
 from rollout_service.engines.choose import open_engine
+from rollout_service.engines.stored_weights import load_weights
 from rollout_service.node import RolloutNode
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.relay import relaying
 from rollout_service.workflows.choose import open_workflow
 from trajectory_queue.client import RolloutQueue
-
-
-def _tensors(model: Path) -> dict[str, npt.NDArray[Any]]:
-    """The directory's weights by Hugging Face name; bf16 as uint16."""
-    tensors: dict[str, npt.NDArray[Any]] = {}
-    for path in sorted(model.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            bits = tensor.to(torch.bfloat16).view(torch.int16)
-            tensors[name] = bits.numpy().view(np.uint16)
-    return tensors
 
 
 def _tokenizer(model: Path) -> Any:
@@ -63,7 +50,7 @@ async def serve(config: Config, node_id: str, *, stop: asyncio.Event) -> None:
                 run_id=config.run.name,
                 mode=config.rollout.update_mode,
                 config=config.weights,
-                initial=await asyncio.to_thread(_tensors, model),
+                initial=await asyncio.to_thread(load_weights, model),
                 relay=relay,
             )
             node = RolloutNode(

@@ -28,7 +28,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from leeway.config import UpdateMode
@@ -47,6 +46,7 @@ from rollout_service.engines.base import (
     prove,
 )
 from rollout_service.engines.sglang_client import SglangClient
+from rollout_service.engines.stored_weights import load_weights
 
 _PAUSE_MODES = {UpdateMode.IN_PLACE: "in_place", UpdateMode.RECOMPUTE: "retract"}
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -62,7 +62,7 @@ class SglangEngine:
         self._context = context
         self._vocabulary = vocabulary
         self._version = version
-        self._weights = _load(directory)
+        self._weights = load_weights(directory)
         self._names = {"default": version, str(version): version}
         self._running: set[str] = set()
         self._partial: dict[str, int] = {}
@@ -381,16 +381,6 @@ def _joined(
         finish_reason=finish,
         seconds=seconds + (request.resume.seconds if request.resume is not None else 0.0),
     )
-
-
-def _load(directory: Path) -> dict[str, Any]:
-    """The directory's weights, bf16 as uint16."""
-    weights: dict[str, Any] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        for name, tensor in load_file(path).items():
-            bits = tensor.to(torch.bfloat16).view(torch.int16)
-            weights[name] = bits.numpy().view(np.uint16).copy()
-    return weights
 
 
 def _serialise(tensors: Mapping[str, Any]) -> str:
