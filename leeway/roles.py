@@ -18,6 +18,8 @@ class Role(StrEnum):
 
 
 EVERY_ROLE = frozenset(Role)
+NODE_NAME = "leeway-rollout"
+"""What the certificate of a rollout node says, by whatever address it is dialled."""
 HEALTH = "/grpc.health.v1.Health/"
 
 _ROLLOUT = frozenset({Role.ROLLOUT})

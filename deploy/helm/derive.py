@@ -286,6 +286,7 @@ def rollout_cluster() -> dict[str, Schema]:
         "nodes": section(
             "Rollout nodes: one pod each.",
             replicas=whole("Nodes, unless autoscaling is on.", 0),
+            relay=flag("Nodes serve weights to each other; needs authentication: mtls."),
             drainSeconds=whole("To give back what is half done.", 1),
             **accelerators(),
             **scheduling(),

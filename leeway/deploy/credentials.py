@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from leeway.errors import ConfigError
-from leeway.roles import Role
+from leeway.roles import NODE_NAME, Role
 
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 365
@@ -83,7 +83,7 @@ def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[st
         if parts.certificates:
             wanted["queue-tls"] = parts.server_names, ()
             wanted["trainer-tls"] = parts.server_names, (Role.TRAINER,)
-            wanted["rollout-tls"] = ("leeway-rollout",), (Role.ROLLOUT,)
+            wanted["rollout-tls"] = (NODE_NAME,), (Role.ROLLOUT,)
             wanted["operator-tls"] = ("leeway-operator",), (Role.OPERATOR,)
         if parts.redis:
             wanted["redis-tls"] = (name("redis"), "localhost"), ()

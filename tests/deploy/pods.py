@@ -98,7 +98,8 @@ class Pod:
         self.log = storage.directory / f"{name}.log"
         (container,) = workload.containers
         self._container = container
-        self._script = _script(name, workload, container, storage, hosts)
+        self._environment = _environment(name, self.address, container)
+        self._script = _script(name, workload, container, storage, hosts, self._environment)
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
@@ -165,9 +166,8 @@ class Pod:
             self._process.send_signal(number)
 
     def _start(self) -> None:
-        command = shlex.join([*self._container["command"], *self._container.get("args", [])])
-        command = re.sub(r"\$\((\w+)\)", lambda found: f"'${found[1]}'", command.replace("'", ""))
-        command = command.replace("'$POD_NAME'", self.name)
+        words = [*self._container["command"], *self._container.get("args", [])]
+        command = shlex.join(_resolved(word, self._environment) for word in words)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._enter(self._script.replace("@COMMAND@", command)),
@@ -197,6 +197,7 @@ def _script(
     container: Manifest,
     storage: Storage,
     hosts: Mapping[str, list[str]],
+    environment: Mapping[str, str],
 ) -> str:
     """A shell script that builds the container's root and runs @COMMAND@ in it."""
     root = storage.directory / f"{pod}-root"
@@ -220,7 +221,7 @@ def _script(
         if mount.get("readOnly"):
             lines.append(f"mount -o remount,bind,ro {target}")
     lines.append(f"mount -o remount,ro {root}")
-    exports = {**_machine(), **_environment(pod, container)}
+    exports = {**_machine(), **environment}
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in exports.items())
     drop = "--no-new-privs --bounding-set=-all --inh-caps=-all"
     user = f"--reuid={_USER} --regid={_USER} --clear-groups"
@@ -228,15 +229,20 @@ def _script(
     return "\n".join(lines)
 
 
-def _environment(pod: str, container: Manifest) -> dict[str, str]:
+def _environment(pod: str, address: str, container: Manifest) -> dict[str, str]:
+    """As Kubernetes resolves it: fields of the pod, and references to earlier variables."""
+    fields = {"metadata.name": pod, "status.podIP": address}
     found: dict[str, str] = {}
     for variable in container.get("env", []):
         if "valueFrom" in variable:
-            assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
-            found[variable["name"]] = pod
+            found[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         else:
-            found[variable["name"]] = variable["value"]
+            found[variable["name"]] = _resolved(variable["value"], found)
     return found
+
+
+def _resolved(text: str, variables: Mapping[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda name: variables.get(name[1], name[0]), text)
 
 
 def _machine() -> dict[str, str]:

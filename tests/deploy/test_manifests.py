@@ -119,6 +119,11 @@ def test_a_wrong_value_is_refused_by_name(side: str, assignment: str, major: str
         ("trainer", ['security.certificates="cert-manager"'], "security.issuer.name"),
         ("trainer", ["endpoint.gateway.enabled=true"], "endpoint.gateway.hosts.queue"),
         ("rollout", ['trainerCluster.queue=""'], "trainerCluster.queue"),
+        (
+            "rollout",
+            ["nodes.relay=true", 'security.authentication="tokens"'],
+            "security.authentication to mtls",
+        ),
         ("rollout", ["autoscaling.keda.enabled=true"], "autoscaling.keda.prometheus"),
         (
             "rollout",

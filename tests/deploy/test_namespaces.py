@@ -86,6 +86,16 @@ def test_the_check_finds_a_good_deployment_from_the_other_side(clusters: TwoClus
     assert "BAD" not in done.stdout and "16" in done.stdout
 
 
+def test_nodes_pass_weights_on_to_each_other(clusters: TwoClusters) -> None:
+    """So that one copy crosses the link."""
+
+    def relayed() -> bool:
+        texts = [pod.get("/metrics")[1] for pod in clusters.rollout.of("rollout")]
+        return any('leeway_weights_received_bytes_total{source="relay"}' in text for text in texts)
+
+    until(relayed, "weights from another node", 120, clusters.said)
+
+
 def test_a_trace_follows_a_task_through_both_clusters(clusters: TwoClusters) -> None:
     """From its lease over the node to the step that learned from it."""
     steps = {"lease", "roll out", "push", "learn"}

@@ -209,7 +209,7 @@ def test_the_rollout_side_listens_to_nobody_outside() -> None:
         assert not of_kind(manifests, "Ingress", "TLSRoute")
         (policy,) = of_kind(manifests, "NetworkPolicy")
         for rule in policy["spec"]["ingress"]:
-            assert {port["port"] for port in rule["ports"]} <= {"metrics", "gateway"}
+            assert {port["port"] for port in rule["ports"]} <= {"metrics", "gateway", "relay"}
             assert all("ipBlock" not in peer for peer in rule["from"])
 
 

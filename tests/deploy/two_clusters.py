@@ -77,7 +77,7 @@ ROLLOUT = {
         "weights": f"{OUTSIDE['trainer']}:7001",
     },
     "security": {"secret": "trainer-rollout-tls"},
-    "nodes": {"replicas": 2, "drainSeconds": 3},
+    "nodes": {"replicas": 2, "drainSeconds": 3, "relay": True},
     "telemetry": _traces("rollout"),
 }
 
