@@ -14,6 +14,7 @@ from pathlib import Path
 
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
+from leeway.health import HEALTH
 from trainer_service.backends.base import Backend
 from trainer_service.backends.distributed import Leader, RankBackend, follow
 from trainer_service.backends.layout import Layout
@@ -51,6 +52,7 @@ def backend(config: TrainerConfig, model: Path, reference: Path | None) -> Itera
             # Not when it failed: ranks may be in the middle of a collective, and end with torchrun.
             leader.end()
         else:
+            HEALTH.set_ready()
             follow(own, world)
             yield None
 

@@ -70,7 +70,7 @@ rediss://{{ include "leeway.name" $ }}-redis:6379/0?ssl_ca_certs=/leeway/redis/c
 - name: LEEWAY__QUEUE__ADDRESS
   value: {{ include "leeway.name" . }}-endpoint:7000
 - name: LEEWAY__WEIGHTS__ADDRESS
-  value: {{ include "leeway.name" . }}-endpoint:7001
+  value: {{ include "trainer-cluster.weights-service" . }}:7001
 {{- end }}
 
 {{/* What the servers' certificates say, with commas between. */}}
@@ -81,4 +81,14 @@ rediss://{{ include "leeway.name" $ }}-redis:6379/0?ssl_ca_certs=/leeway/redis/c
 ,{{ required (printf "endpoint.gateway.hosts.%s: give the host name" $service) (index $.Values.endpoint.gateway.hosts $service) }}
 {{- end -}}
 {{- end -}}
+{{- end }}
+
+{{/* The label by which a trainer's pods are numbered. */}}
+{{- define "trainer-cluster.index-label" -}}
+{{- ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" .Values.trainer.leaderWorkerSet -}}
+{{- end }}
+
+{{/* The Service that has the weights: with many pods the first one has its own. */}}
+{{- define "trainer-cluster.weights-service" -}}
+{{ include "leeway.name" . }}-endpoint{{ if gt (int .Values.trainer.pods) 1 }}-weights{{ end }}
 {{- end }}

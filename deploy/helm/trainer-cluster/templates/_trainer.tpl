@@ -9,7 +9,9 @@
 metadata:
   labels:
     {{- include "leeway.labels" $at | nindent 4 }}
+    {{- if eq (int .Values.trainer.pods) 1 }}
     leeway.dev/endpoint: "true"
+    {{- end }}
   annotations:
     {{- include "leeway.checksums" . | nindent 4 }}
 spec:
@@ -26,13 +28,14 @@ spec:
       args:
         - --nnodes={{ .Values.trainer.pods }}
         - --nproc-per-node={{ .Values.trainer.processes }}
-        - --rdzv-backend=c10d
+        # The first pod leads: it alone talks to the queue, and serves the weights.
+        - --node-rank=$(POD_INDEX)
         {{- if .Values.trainer.leaderWorkerSet }}
-        - --rdzv-endpoint=$(LWS_LEADER_ADDRESS):29400
+        - --master-addr=$(LWS_LEADER_ADDRESS)
         {{- else }}
-        - --rdzv-endpoint={{ $name }}-trainer-0.{{ $name }}-trainer:29400
+        - --master-addr={{ $name }}-trainer-0.{{ $name }}-trainer
         {{- end }}
-        - --rdzv-id={{ $name }}
+        - --master-port=29400
         - --max-restarts=3
         - --module
         - leeway.cli
@@ -44,6 +47,12 @@ spec:
       args: [trainer, /leeway/config/run.yaml, --stay]
       {{- end }}
       env:
+        {{- if $many }}
+        - name: POD_INDEX
+          valueFrom:
+            fieldRef:
+              fieldPath: metadata.labels['{{ include "trainer-cluster.index-label" . }}']
+        {{- end }}
         {{- include "leeway.environment" $at | nindent 8 }}
         {{- include "trainer-cluster.security" (merge (dict "role" "trainer") $at) | nindent 8 }}
         - name: LEEWAY__QUEUE__ADDRESS
