@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ ENDED = (State.COMMITTED, State.FILTERED, State.STALE, State.DEAD)
 REASONS_KEPT = 20
 # A node unseen for so long is forgotten.
 NODE_MS = 600_000
+NEVER = 1 << 62
 
 
 @dataclass(slots=True)
@@ -109,7 +111,11 @@ class Node:
 
 @dataclass(slots=True)
 class Books:
-    """Everything the ledger remembers. Whoever changes a group's state does so through `move`."""
+    """Everything the ledger remembers. Whoever changes a group's state does so through `move`.
+
+    `_members` and `_order` follow from `groups`: with them a command costs what it changes, not
+    what the ledger holds.
+    """
 
     settings: c.Settings = field(
         default_factory=lambda: c.Settings(run_id="", batch_groups=1, budget=0)
@@ -118,6 +124,15 @@ class Books:
     clock: int = 0
     groups: dict[str, Group] = field(default_factory=dict)
     """By task id; filtered and stale ones are gone, committed ones go with their checkpoint."""
+    _members: dict[tuple[Lane, State], dict[str, Group]] = field(
+        default_factory=lambda: {(lane, state): {} for lane in Lane for state in State}
+    )
+    _order: dict[Lane, list[tuple[int, str]]] = field(
+        default_factory=lambda: {lane: [] for lane in Lane}
+    )
+    """Sequence and task id of the waiting groups, sorted."""
+    next_expiry: int = NEVER
+    """No lease expires before."""
     known: set[str] = field(default_factory=set)
     """Every task id that was ever enqueued."""
     leases: dict[str, str] = field(default_factory=dict)
@@ -151,10 +166,43 @@ class Books:
     def move(self, group: Group, to: State) -> None:
         if to not in TRANSITIONS[group.state]:
             raise AssertionError(f"{group.task.task_id}: no way from {group.state} to {to}")
-        counts = self.counts[group.task.lane]
-        counts[group.state] -= 1
-        counts[to] += 1
+        self.counts[group.task.lane][group.state] -= 1
+        self._leave(group)
         group.state = to
+        self._enter(group)
+
+    def add(self, task: c.NewTask) -> None:
+        """A new group; it waits."""
+        self.known.add(task.task_id)
+        self.groups[task.task_id] = group = Group(task)
+        self._enter(group)
+
+    def forget(self, group: Group) -> None:
+        """Nothing is kept of a group that has ended but that it did."""
+        self._leave(group)
+        del self.groups[group.task.task_id]
+
+    def members(self, lane: Lane, state: State) -> Collection[Group]:
+        return self._members[lane, state].values()
+
+    def first_waiting(self, lane: Lane) -> Group | None:
+        """The next to be given to a node."""
+        order = self._order[lane]
+        return self.groups[order[0][1]] if order else None
+
+    def _enter(self, group: Group) -> None:
+        lane, state = group.task.lane, group.state
+        self.counts[lane][state] += 1
+        self._members[lane, state][group.task.task_id] = group
+        if state is State.WAITING:
+            insort(self._order[lane], (group.task.sequence, group.task.task_id))
+
+    def _leave(self, group: Group) -> None:
+        lane, state = group.task.lane, group.state
+        del self._members[lane, state][group.task.task_id]
+        if state is State.WAITING:
+            order = self._order[lane]
+            del order[bisect_left(order, (group.task.sequence, group.task.task_id))]
 
     def record(self, actor: str, what: str) -> None:
         self.audit.appendleft(c.AuditRecord(self.clock, actor, what))
@@ -180,14 +228,6 @@ class Books:
             self.version, self.outstanding(), self.settings.batch_groups, self.budget
         )
 
-    def by_sequence(self, lane: Lane) -> list[Group]:
-        waiting = (
-            group
-            for group in self.groups.values()
-            if group.state is State.WAITING and group.task.lane is lane
-        )
-        return sorted(waiting, key=lambda group: (group.task.sequence, group.task.task_id))
-
     def held(self, lease_id: str, node_id: str) -> Group | None:
         group = self.groups.get(self.leases.get(lease_id, ""))
         return group if group is not None and group.node_id == node_id else None
@@ -205,7 +245,7 @@ class Books:
         self.add_untrained(c.Untrained(1, len(group.slots), group.score_sum))
         self.drop_payloads(group)
         self.move(group, end)
-        del self.groups[group.task.task_id]
+        self.forget(group)
 
     def add_untrained(self, more: c.Untrained) -> None:
         self.untrained = c.Untrained(

@@ -18,11 +18,7 @@ def configure(books: Books, command: c.Configure) -> c.Done:
 
 
 def status(books: Books, _command: c.Status) -> c.Report:
-    queued = [
-        group
-        for group in books.groups.values()
-        if group.state is State.QUEUED and group.task.lane is Lane.TRAIN
-    ]
+    queued = books.members(Lane.TRAIN, State.QUEUED)
     first = min(queued, key=lambda group: group.age_order, default=None)
     open_batches = sorted(
         (batch.waiting_since, len(batch.task_ids), batch.wanted)
@@ -112,7 +108,7 @@ def list_audit(books: Books, command: c.ListAudit) -> c.AuditRecords:
 
 
 def _dead(books: Books) -> list[Group]:
-    dead = (group for group in books.groups.values() if group.state is State.DEAD)
+    dead = (group for lane in Lane for group in books.members(lane, State.DEAD))
     return sorted(dead, key=lambda group: (group.task.sequence, group.task.task_id))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trajectory_queue import commands as c
 from trajectory_queue.commands import Failure, Lane, State, Wait
-from trajectory_queue.ledger.books import NODE_MS, REASONS_KEPT, Books, Group, Handlers
+from trajectory_queue.ledger.books import NEVER, NODE_MS, REASONS_KEPT, Books, Group, Handlers
 
 
 def enqueue(books: Books, command: c.Enqueue) -> c.Enqueued:
@@ -14,9 +14,7 @@ def enqueue(books: Books, command: c.Enqueue) -> c.Enqueued:
     for task in command.tasks:
         if task.task_id not in books.known:
             accepted += 1
-            books.known.add(task.task_id)
-            books.groups[task.task_id] = Group(task)
-            books.counts[task.lane][State.WAITING] += 1
+            books.add(task)
     return c.Enqueued(accepted, len(command.tasks) - accepted)
 
 
@@ -32,15 +30,17 @@ def lease_tasks(books: Books, command: c.LeaseTasks) -> c.TasksLeased:
         return _leased(books, [], wait)
     admitted: list[Group] = []
     needs: list[int] = []
-    for group in books.by_sequence(Lane.EVAL):
-        if len(admitted) == command.max_groups:
+    while len(admitted) < command.max_groups:
+        group = books.first_waiting(Lane.EVAL)
+        if group is None:
             break
         if command.version < group.task.min_version:
             needs.append(group.task.min_version)
             break
         admitted.append(_lease(books, group, command, names[len(admitted)]))
-    for group in books.by_sequence(Lane.TRAIN):
-        if len(admitted) == command.max_groups:
+    while len(admitted) < command.max_groups:
+        group = books.first_waiting(Lane.TRAIN)
+        if group is None:
             break
         required = max(books.required_version(), group.task.min_version)
         if books.outstanding() >= books.capacity():
@@ -75,6 +75,7 @@ def _lease(books: Books, group: Group, command: c.LeaseTasks, lease_id: str) -> 
     group.admitted = command.version
     group.attempts += 1
     group.expires = books.clock + books.settings.lease_ms
+    books.next_expiry = min(books.next_expiry, group.expires)
     group.progress, group.progressed_at = 0, books.clock
     books.leases[lease_id] = group.task.task_id
     return group
@@ -267,14 +268,14 @@ def expire(books: Books, _command: c.Expire) -> c.Expired:
 
 
 def _expire_leases(books: Books) -> int:
+    if books.clock < books.next_expiry:
+        return 0
+    running = [group for lane in Lane for group in books.members(lane, State.RUNNING)]
     late = sorted(
-        (
-            group
-            for group in books.groups.values()
-            if group.state is State.RUNNING and group.expires <= books.clock
-        ),
+        (group for group in running if group.expires <= books.clock),
         key=lambda group: (group.expires, group.task.task_id),
     )
+    books.next_expiry = min((g.expires for g in running if g.expires > books.clock), default=NEVER)
     for group in late:
         books.counters["expired"] += 1
         _fail_attempt(

@@ -58,10 +58,8 @@ def _awaited(books: Books, batch: Batch) -> int:
     if settings.over_budget is not OverBudget.DROP or batch.lane is not Lane.TRAIN or impatient:
         return 0
     return sum(
-        group.state is State.RUNNING
-        and group.task.lane is Lane.TRAIN
-        and group.admitted == books.version - batch.budget
-        for group in books.groups.values()
+        group.admitted == books.version - batch.budget
+        for group in books.members(Lane.TRAIN, State.RUNNING)
     )
 
 
@@ -70,10 +68,8 @@ def _candidates(books: Books, command: c.LeaseBatch) -> list[Group]:
     return sorted(
         (
             group
-            for task_id, group in books.groups.items()
-            if group.state is State.QUEUED
-            and group.task.lane is command.lane
-            and (not wanted or task_id in wanted)
+            for group in books.members(command.lane, State.QUEUED)
+            if not wanted or group.task.task_id in wanted
         ),
         key=lambda group: group.age_order,
     )
@@ -173,13 +169,13 @@ def checkpointed(books: Books, command: c.Checkpointed) -> c.Freed:
     books.fence(command.incarnation)
     covered = [
         group
-        for group in books.groups.values()
-        if group.state is State.COMMITTED
-        and group.committed_at <= command.version - (group.task.lane is Lane.EVAL)
+        for lane in Lane
+        for group in books.members(lane, State.COMMITTED)
+        if group.committed_at <= command.version - (lane is Lane.EVAL)
     ]
     for group in covered:
         books.drop_payloads(group)
-        del books.groups[group.task.task_id]
+        books.forget(group)
     return c.Freed(len(covered))
 
 
@@ -196,9 +192,9 @@ def resume(books: Books, command: c.Resume) -> c.Resumed:
     books.last_commit.clear()
     lost = [
         group
-        for group in books.groups.values()
-        if group.state is State.COMMITTED
-        and group.committed_at > command.version - (group.task.lane is Lane.EVAL)
+        for lane in Lane
+        for group in books.members(lane, State.COMMITTED)
+        if group.committed_at > command.version - (lane is Lane.EVAL)
     ]
     for group in lost:
         books.move(group, State.QUEUED)
