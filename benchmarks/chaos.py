@@ -113,8 +113,7 @@ async def trainer_process(folder: Path) -> None:
     await run_trainer(
         config,
         tasks=lambda: int(limit.read_text()) if limit.exists() else 1 << 30,
-        step_seconds=STEP_SECONDS,
-        speed=SPEED,
+        step_seconds=lambda _: STEP_SECONDS,
     )
 
 

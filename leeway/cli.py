@@ -289,6 +289,27 @@ def rollout(
     _run_service(lambda stop: serve(config, node_id, stop=stop), stay)
 
 
+@app.command()
+def plan(
+    profile: Annotated[
+        str | None, typer.Argument(metavar="[PROFILE]", help="A file, or a published one's name.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="E.g. rollouts.nodes=16 over_budget=drop."),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", help="Take a recorded run's figures: runs/NAME.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each simulation.")] = 40,
+    out: Annotated[Path | None, typer.Option(help="Where plan.json and plan.png go.")] = None,
+) -> None:
+    """Predict throughput, idle time and staleness for every budget and split, by simulation."""
+    from trajectory_queue.plan.command import plan as ask
+
+    ask(profile, run, overrides or (), steps, out)
+
+
 @config_app.command("show")
 def config_show(path: ConfigArgument, overrides: Overrides = None) -> None:
     """Print the resolved configuration; secrets are hidden."""

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 from prometheus_client import Gauge
 
-from leeway.trajectory import Trajectory
 from trainer_service.algorithms.diagnostics import TokenSums, alerts
 from trainer_service.samples import annotated
+from trajectory_queue.batches import answers_sampled, staleness_metrics
 from trajectory_queue.client import Batch
 
 if TYPE_CHECKING:
@@ -79,13 +78,14 @@ class Record:
             tokens_packed=sum(plan.packed_tokens for plan in learned.plans),
             tokens_masked=batch.masked_tokens,
             tokens_per_second=sum(lengths) / max(elapsed, 1e-9),
-            **_staleness(trajectories, version - 1),
+            **staleness_metrics(trajectories, version - 1),
             **{f"{part}_seconds": seconds for part, seconds in times.seconds.items()},
             grad_norm=learned.grad_norm,
             lr=learned.lr,
             **health,
             alerts=sorted(outside),
             tasks=[group.task.task_id for group in batch.groups],
+            answers_sampled=answers_sampled(batch.groups),
         )
         self._sample(version, batch, learned)
 
@@ -119,33 +119,6 @@ class Record:
         for name, value in values.items():
             if isinstance(value, int | float):
                 _GAUGE.labels(name if kind == "step" else f"{kind}_{name}").set(value)
-
-
-def _staleness(trajectories: list[Trajectory], trainer_version: int) -> dict[str, Any]:
-    """Over trained tokens, in versions, at the step that used them."""
-    ranges = [r for t in trajectories if (r := t.version_range()) is not None]
-    tokens = [trainer_version - t.token_versions()[t.loss_mask] for t in trajectories]
-    of_tokens = np.concatenate(tokens) if tokens else np.zeros(0, dtype=np.int64)
-    in_flight = [newest - oldest for oldest, newest in ranges]
-    in_queue = [trainer_version - newest for _, newest in ranges]
-    trained = [own for own in tokens if own.size]
-    flights = [own - own.min() for own in trained]
-    waits = [np.full(own.size, own.min()) for own in trained]
-    return {
-        "staleness_mean": float(of_tokens.mean()) if of_tokens.size else 0.0,
-        "staleness_max": int(of_tokens.max(initial=0)),
-        "staleness_in_flight_mean": float(np.mean(in_flight)) if in_flight else 0.0,
-        "staleness_in_queue_mean": float(np.mean(in_queue)) if in_queue else 0.0,
-        "staleness_in_flight_tokens": _histogram(flights),
-        "staleness_in_queue_tokens": _histogram(waits),
-        "versions_in_batch": int(np.unique(of_tokens).size),
-    }
-
-
-def _histogram(parts: list[npt.NDArray[np.int64]]) -> list[int]:
-    """How many tokens have 0, 1, 2, ... versions of a part."""
-    counts: list[int] = np.bincount(np.concatenate(parts)).tolist() if parts else []
-    return counts
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""How well `leeway plan --from` predicts: runs over the real queue service, and their simulation.
+
+Each run is played by simulated nodes and trainer in real time; its profile is then taken from what
+it recorded, as a user would, and simulated at the same budget. Runs of real models are added by
+name: every directory of `--runs` that holds config.yaml and metrics.jsonl.
+
+    throughput_error_max  of trained tokens a second, relative; the worst run
+    staleness_error_max   of the mean staleness of trained tokens, in versions; the worst run
+
+    python -m benchmarks.plan_prediction [--steps 16] [--at-once 3] [--short] [--runs RUN ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.common import finish, metrics_rows
+from benchmarks.played import Figures, measure, play
+from trajectory_queue.plan.profile import LogNormal, Profile, Rollouts, Trainer
+from trajectory_queue.plan.recorded import from_run
+from trajectory_queue.plan.simulation import simulate
+
+# The simulated nodes look for new weights twenty times a second.
+UPDATE_SECONDS = 0.05
+BASE = Profile(
+    group_size=4,
+    batch_groups=8,
+    rollouts=Rollouts(
+        nodes=4,
+        concurrency=16,
+        answer_tokens=LogNormal(median=80.0, sigma=0.6, longest=400.0),
+        token_seconds=0.025,
+        update_seconds=UPDATE_SECONDS,
+    ),
+    trainer=Trainer(fixed_seconds=1.0, token_seconds=0.0005),
+)
+HEAVY_TAIL = {"rollouts.answer_tokens.sigma": 1.0}
+FEW_SLOTS = {"rollouts.nodes": 2}
+TOOLS = {"rollouts.tool_calls": 3, "rollouts.tool_seconds": {"median": 0.5, "sigma": 1.0}}
+CASES: Mapping[str, Mapping[str, object]] = {
+    "sync": {"budget": 0},
+    "one-step": {"budget": 1},
+    "budget-2": {"budget": 2},
+    "budget-4": {"budget": 4},
+    "tail-sync": {"budget": 0, **HEAVY_TAIL},
+    "tail-one-step": {"budget": 1, **HEAVY_TAIL},
+    "tail-4": {"budget": 4, **HEAVY_TAIL},
+    "few-slots-1": {"budget": 1, **FEW_SLOTS},
+    "few-slots-4": {"budget": 4, **FEW_SLOTS, **HEAVY_TAIL},
+    "tools-2": {"budget": 2, **TOOLS},
+    "slow-trainer": {"budget": 2, "trainer.fixed_seconds": 3.0},
+    "streaming": {"budget": 2, "streaming": True, **HEAVY_TAIL},
+    "failures": {"budget": 2, "rollouts.failure_share": 0.02},
+    "crowded": {"budget": 2, **FEW_SLOTS, "rollouts.slowdown": 0.03},
+}
+SHORT = ("sync", "tail-4", "few-slots-1")
+
+
+async def record(names: list[str], directory: Path, steps: int, seed: int, at_once: int) -> None:
+    places = asyncio.Semaphore(at_once)
+
+    async def one(name: str) -> None:
+        profile = BASE.where(**CASES[name])
+        async with places:
+            await play(profile, directory, name, steps + 2 * profile.budget + 2, seed)
+
+    async with asyncio.TaskGroup() as tasks:
+        for name in names:
+            tasks.create_task(one(name))
+
+
+def compare(run: Path) -> tuple[float, float]:
+    """The errors of throughput and staleness, of a run against its own profile's simulation."""
+    profile = from_run(run, update_seconds=UPDATE_SECONDS)
+    rows = [row for row in metrics_rows(run / "metrics.jsonl") if row["kind"] == "step"]
+    seen: Figures = measure(rows, profile.budget)
+    said = simulate(profile, steps=200)
+    throughput = said.tokens_per_second / seen.tokens_per_second - 1.0
+    staleness = said.staleness_mean - seen.staleness_mean
+    print(
+        f"{run.name:15} tokens/s {seen.tokens_per_second:8.1f}, said {said.tokens_per_second:8.1f} "
+        f"({throughput:+.1%}); staleness {seen.staleness_mean:.2f}, said "
+        f"{said.staleness_mean:.2f} ({staleness:+.2f}); trainer busy {seen.trainer_busy:.1%}, said "
+        f"{said.trainer_busy:.1%}",
+        flush=True,
+    )
+    return abs(throughput), abs(staleness)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at-once", type=int, default=3, help="runs that share the machine")
+    parser.add_argument("--short", action="store_true", help="a quick, smaller form")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="of real models")
+    parser.add_argument("--keep", type=Path, help="leave the runs here")
+    arguments = parser.parse_args()
+    names = list(SHORT if arguments.short else CASES)
+    with tempfile.TemporaryDirectory(prefix="leeway-bench-") as temporary:
+        directory = arguments.keep or Path(temporary)
+        asyncio.run(record(names, directory, arguments.steps, arguments.seed, arguments.at_once))
+        errors = [compare(run) for run in [directory / name for name in names] + arguments.runs]
+    finish(
+        arguments.seed,
+        runs=len(errors),
+        throughput_error_max=round(max(error for error, _ in errors), 4),
+        staleness_error_max=round(max(error for _, error in errors), 3),
+    )
+
+
+if __name__ == "__main__":
+    main()
