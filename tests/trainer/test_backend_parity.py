@@ -70,7 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
         ],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         env={**os.environ, "OMP_NUM_THREADS": "1", **devices},
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,6 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_a_layout_trains_like_plain_hugging_face(
     case: tuple[str, str, str, dict[str, Any]], found: dict[str, dict[str, float]]

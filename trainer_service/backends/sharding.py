@@ -6,6 +6,8 @@ computed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +42,7 @@ class Shards:
             offload: Parts stay in the host's memory; gathered layers are on the device.
         """
         self._mesh: DeviceMesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self._root: Any = root
         self._device = device
         self._shapes = {name: p.shape for name, p in root.model.named_parameters()}
         for module in (*root.layers(), root):
@@ -53,6 +56,10 @@ class Shards:
             # Micro-batches' losses add up; they are not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+
+    def reshard(self) -> None:
+        """To be called when the last pass was without a backward: parameters lie in parts again."""
+        self._root.reshard()
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor."""

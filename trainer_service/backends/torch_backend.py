@@ -119,6 +119,8 @@ class TorchBackend(RankBackend):
                 found.append(logprobs)
             else:
                 found += (own[0] for own in self._exchange.gather(sizes, logprobs[None]))
+        if self._shards is not None:
+            self._shards.reshard()
         return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
 
     def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:

@@ -34,8 +34,8 @@ from trainer_service.backends.distributed import RankBackend, Round, rounds
 from trainer_service.backends.exchange import Exchange
 from trainer_service.backends.inputs import Inputs
 from trainer_service.backends.megatron import context
-from trainer_service.backends.megatron.collectives import sum_parts
 from trainer_service.backends.megatron.cpu import adapt
+from trainer_service.backends.megatron.gradients import sum_parts
 from trainer_service.backends.megatron.model import (
     PolicyModel,
     heads_of,
@@ -98,6 +98,7 @@ class MegatronBackend(RankBackend):
             ),
             self._model,
         )
+        _sum_only_over_several(self._parallel)
         self._pieces = Pieces(self._parallel)
         self._weights = NamedWeights(self._model, self._pieces, heads_of(hf), world)
         pretrained = Pretrained(model_directory, shape.experts)
@@ -320,3 +321,14 @@ def _join_groups(world: World) -> Exchange:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
     scoring = dist.new_group(list(range(world.leader, world.size)))
     return Exchange(parallel_state.get_data_parallel_group(), scoring, world.leader)
+
+
+def _sum_only_over_several(model: DistributedDataParallel) -> None:
+    """A bucket of one data-parallel rank has nothing to sum or gather: gloo would copy all of it,
+    there and back, for as long as an optimizer step takes."""
+    for buckets in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        if buckets.intra_distributed_optimizer_instance_size == 1:
+            buckets.start_grad_sync = buckets.start_param_sync = _nothing
+
+
+def _nothing(**_: Any) -> None: ...

@@ -39,6 +39,14 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
+class _WeightGradients:
+    """In place of Apex' kernel: a matrix' gradient is added where Megatron sums it."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, gradients: torch.Tensor, total: Any) -> None:
+        total.addmm_(gradients.t(), inputs)
+
+
 class _CpuTorch(ModuleType):
     """torch, whose `zeros` on "cuda" are on the CPU."""
 
@@ -68,7 +76,7 @@ def adapt() -> None:
 
 def _answer_for_cuda() -> None:
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import layers, random
     from megatron.core.transformer.moe import token_dispatcher
 
     cuda: Any = torch.cuda
@@ -79,6 +87,8 @@ def _answer_for_cuda() -> None:
     cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
     cuda.stream = _on
     schedules.torch = _CpuTorch("torch")
+    layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+    layers._grad_accum_fusion_available = True
     random.CudaRNGStatesTracker.fork = lambda *_, **__: nullcontext()
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda *_, **__: None

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends.layout import Layout, ModelShape
-from trainer_service.backends.megatron.collectives import gather_tokens
+from trainer_service.backends.megatron.gradients import gather_tokens, look_up
 from trainer_service.backends.megatron.names import Heads
 from trainer_service.backends.packed_attention import attend
 from trainer_service.batching import Segment
@@ -54,9 +54,7 @@ class PolicyModel(LanguageModule):
         self.share_embeddings_and_output_weights = bool(hf.tie_word_embeddings)
         self.rotary = _rotary(hf).to(torch.cuda.current_device())
         if self.pre_process:
-            self.embedding = LanguageModelEmbedding(
-                config, hf.vocab_size, hf.max_position_embeddings, position_embedding_type="rope"
-            )
+            self.embedding = Embedding(config, hf.vocab_size)
         layers = get_num_layers_to_build(config, pp_rank=self.pp_group.rank())
         self.decoder = TransformerBlock(
             config=config,
@@ -78,16 +76,14 @@ class PolicyModel(LanguageModule):
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter:
         """The embedding's weight on the first stage, the head's on the last."""
-        owner = self.embedding.word_embeddings if self.pre_process else self.head
+        owner = self.embedding if self.pre_process else self.head
         weight: nn.Parameter = owner.weight
         return weight
 
     @property
     def head_weight(self) -> nn.Parameter:
         """[vocabulary / tp, hidden], on the last stage."""
-        weight: nn.Parameter = (
-            self.head.weight if hasattr(self, "head") else self.embedding.word_embeddings.weight
-        )
+        weight: nn.Parameter = self.head.weight if hasattr(self, "head") else self.embedding.weight
         return weight
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
@@ -101,7 +97,7 @@ class PolicyModel(LanguageModule):
             token_ids, positions: int64 [1, s], this context-parallel rank's.
             segments: int64 [k, 4] of the whole row, on a CPU: start, length, parent, own or not.
         """
-        hidden = self.embedding(token_ids, positions) if self.pre_process else None
+        hidden = self.embedding(token_ids) if self.pre_process else None
         angles = self.rotary.inv_freq * positions[0, :, None].float()
         out: Tensor = self.decoder(
             hidden_states=hidden,
@@ -113,19 +109,28 @@ class PolicyModel(LanguageModule):
 
 
 class Head(nn.Module):
-    """This rank's rows of the output weight."""
+    """This rank's rows of the output weight, or of the embedding."""
 
     def __init__(self, config: TransformerConfig, vocabulary: int) -> None:
         super().__init__()
         rows = vocabulary // config.tensor_model_parallel_size
-        self.weight = nn.Parameter(
-            torch.empty(
-                rows,
-                config.hidden_size,
-                dtype=config.params_dtype,
-                device=torch.cuda.current_device(),
-            )
-        )
+        shape, device = (rows, config.hidden_size), torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
+class Embedding(Head):
+    """Of token ids, cut along the sequence over tensor-parallel ranks."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 [1, s] -> float [s / tp, 1, hidden]."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        rows = token_ids.T - group.rank() * self.weight.shape[0]
+        ours = (rows >= 0) & (rows < self.weight.shape[0])
+        hidden: Tensor = look_up(self.weight, rows.where(ours, 0)) * ours.unsqueeze(2)
+        if group.size() == 1:
+            return hidden
+        cut: Tensor = reduce_scatter_to_sequence_parallel_region(hidden)
+        return cut
 
 
 class PackedAttention(MegatronModule):
@@ -284,13 +289,13 @@ def transformer_config(
         # Weights come from files.
         perform_initialization=False,
         use_cpu_initialization=not gpu,
+        gradient_accumulation_fusion=not gpu or transformer_engine(),
         # Fused kernels are CUDA's; what needs Apex stays off.
         bias_activation_fusion=gpu,
         bias_dropout_fusion=gpu,
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         **experts,
         **recompute,
     )

@@ -81,7 +81,7 @@ _IN_LAYER: dict[str, tuple[Join, tuple[str, ...]]] = {
     "mlp.router.weight": (Join.COPY, ("mlp.gate.weight",)),
 }
 _OUTSIDE = {
-    "embedding.word_embeddings.weight": Source(Join.ROWS, (EMBEDDING,)),
+    "embedding.weight": Source(Join.ROWS, (EMBEDDING,)),
     "decoder.final_layernorm.weight": Source(Join.COPY, ("model.norm.weight",)),
     "head.weight": Source(Join.ROWS, (HEAD,)),
 }
@@ -100,7 +100,7 @@ def source(parameter: str, first_layer: int, *, tied: bool) -> Source:
         ConfigError: The map does not know it.
     """
     if parameter == "head.weight" and tied:
-        return _OUTSIDE["embedding.word_embeddings.weight"]
+        return _OUTSIDE["embedding.weight"]
     if parameter in _OUTSIDE:
         return _OUTSIDE[parameter]
     layer = _LAYER.fullmatch(parameter)

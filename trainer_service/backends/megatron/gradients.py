@@ -1,4 +1,5 @@
-"""The two sums of context parallelism, with their gradients."""
+"""Operations whose gradients PyTorch would not compute so: two sums of context parallelism, and an
+embedding's rows."""
 
 from __future__ import annotations
 
@@ -37,6 +38,21 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(rows)
+        return weight.detach()[rows]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        (rows,) = ctx.saved_tensors
+        total = ctx.weight.main_grad
+        total.index_add_(0, rows.flatten(), gradient.flatten(0, -2).to(total.dtype))
+        return None, None
+
+
 def gather_tokens(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """float [s, ...] of each rank -> [ranks * s, ...], rank by rank. What all ranks' results owe to
     this rank's tokens adds up in their gradient."""
@@ -49,4 +65,12 @@ def sum_parts(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks that go on with it alike: each rank's gradient is its own."""
     apply: Any = _Sum.apply
     out: Tensor = apply(own, group)
+    return out
+
+
+def look_up(weight: Tensor, rows: Tensor) -> Tensor:
+    """float [..., hidden], of int64 [...]. The gradient is added to `weight.main_grad`, a row for
+    each token: a dense one of the whole vocabulary would cost a small model as much as a layer."""
+    apply: Any = _LookUp.apply
+    out: Tensor = apply(weight, rows)
     return out
