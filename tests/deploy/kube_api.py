@@ -23,52 +23,20 @@ from urllib.parse import parse_qs, urlparse
 
 import yaml
 
-from tests.deploy import kube_patch, kube_protobuf, schemas
+from tests.deploy import kube_discovery, kube_patch, kube_protobuf, schemas
+from tests.deploy.kube_discovery import Resource, resources
 
 Object = dict[str, Any]
 Key = tuple[str, str, str | None, str]
 """Group and version, plural, namespace, name."""
 
 
-@dataclass(frozen=True)
-class Resource:
-    group_version: str
-    plural: str
-    kind: str
-    namespaced: bool = True
-
-    @property
-    def path(self) -> str:
-        root = "api" if "/" not in self.group_version else "apis"
-        return f"{root}/{self.group_version}"
-
-
-_NAMESPACED = {
-    "v1": "Pod Service ConfigMap Secret ServiceAccount PersistentVolumeClaim Event",
-    "apps/v1": "Deployment StatefulSet DaemonSet ReplicaSet",
-    "batch/v1": "Job CronJob",
-    "autoscaling/v2": "HorizontalPodAutoscaler",
-    "policy/v1": "PodDisruptionBudget",
-    "networking.k8s.io/v1": "Ingress NetworkPolicy",
-    "rbac.authorization.k8s.io/v1": "Role RoleBinding",
-}
 # What the API server fills in, and clients rely on.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Deployment": {"replicas": 1},
     "StatefulSet": {"replicas": 1},
     "Service": {"clusterIP": "10.0.0.1"},
 }
-_PLURALS = {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"}
-
-
-def resources() -> list[Resource]:
-    found = [Resource("v1", "namespaces", "Namespace", namespaced=False)]
-    for version, kinds in [*_NAMESPACED.items(), *schemas.CUSTOM_RESOURCES.items()]:
-        found += [
-            Resource(version, _PLURALS.get(kind, kind.lower() + "s"), kind)
-            for kind in kinds.split()
-        ]
-    return found
 
 
 class RefusedError(Exception):
@@ -290,7 +258,9 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlparse(self.path)
         path, query = url.path.strip("/"), parse_qs(url.query)
         try:
-            found = self._discovery(path)
+            found = kube_discovery.answer(
+                path, self.cluster.version, self.cluster.resources.values()
+            )
             code, answer = (200, found) if found is not None else self._object(path, query, body)
         except RefusedError as refused:
             code, answer = refused.code, self._failure(refused)
@@ -315,73 +285,6 @@ class _Handler(BaseHTTPRequestHandler):
             "reason": refused.reason,
             "message": str(refused),
         }
-
-    def _discovery(self, path: str) -> Any:
-        versions = sorted({r.group_version for r in self.cluster.resources.values()})
-        if path in ("healthz", "readyz", "livez"):
-            return "ok"
-        if path == "version":
-            major, minor = self.cluster.version.split(".")
-            git = f"v{major}.{minor}.0"
-            return {"major": major, "minor": minor, "gitVersion": git, "platform": "linux/amd64"}
-        if path == "api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "apis":
-            groups = [
-                {
-                    "name": version.split("/")[0],
-                    "versions": [{"groupVersion": version, "version": version.split("/")[1]}],
-                }
-                for version in versions
-                if "/" in version
-            ]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-        if path == "openapi/v3":
-            paths = {("apis/" if "/" in v else "api/") + v for v in versions}
-            urls = {p: {"serverRelativeURL": f"/openapi/v3/{p}?hash=1"} for p in paths}
-            return {"paths": urls}
-        if path.startswith("openapi/v3/"):
-            return self._openapi(path.removeprefix("openapi/v3/"))
-        for version in versions:
-            if path == ("apis/" if "/" in version else "api/") + version:
-                return self._resource_list(version)
-        return None
-
-    def _openapi(self, path: str) -> Object:
-        """Tells the clients that server-side dry runs and field validation are there."""
-        names = ("dryRun", "fieldManager", "fieldValidation")
-        parameters = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in names]
-        paths = {}
-        for resource in self.cluster.resources.values():
-            if resource.path == path:
-                group, _, version = resource.group_version.rpartition("/")
-                kind = {"group": group, "version": version, "kind": resource.kind}
-                patch = {
-                    "parameters": parameters,
-                    "responses": {"200": {"description": "OK"}},
-                    "x-kubernetes-action": "patch",
-                    "x-kubernetes-group-version-kind": kind,
-                }
-                where = "namespaces/{namespace}/" if resource.namespaced else ""
-                paths[f"/{path}/{where}{resource.plural}/{{name}}"] = {"patch": patch}
-        info = {"title": "Kubernetes", "version": self.cluster.version}
-        return {"openapi": "3.0.0", "info": info, "paths": paths, "components": {"schemas": {}}}
-
-    def _resource_list(self, version: str) -> Object:
-        verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
-        listed = [
-            {
-                "name": r.plural,
-                "singularName": r.kind.lower(),
-                "namespaced": r.namespaced,
-                "kind": r.kind,
-                "verbs": verbs,
-            }
-            for r in self.cluster.resources.values()
-            if r.group_version == version
-        ]
-        kind = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version}
-        return {**kind, "resources": listed}
 
     def _object(self, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
         parts = path.split("/")
