@@ -18,7 +18,9 @@ WIRE_DTYPES = {
     for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 }
 # Both byte orders; `dtype.name` is slow.
-_NAMES = {dtype.newbyteorder(order): name for name, dtype in WIRE_DTYPES.items() for order in "<>"}
+_NAMES = {
+    other: name for name, dtype in WIRE_DTYPES.items() for other in (dtype, dtype.newbyteorder())
+}
 
 
 def array_to_wire(array: npt.NDArray[Any]) -> pb.Array:

@@ -318,9 +318,10 @@ async def test_progress_counts_the_tokens_of_what_has_not_ended(llama: Path) -> 
             request(name, sampling=Sampling(max_new_tokens=count))
             for name, count in (("long", 60), ("short", 2))
         ]
-        seen = []
-        async for generation in engine.generate(requests):
-            seen.append((generation.request_id, engine.progress(names)))
+        seen = [
+            (generation.request_id, engine.progress(names))
+            async for generation in engine.generate(requests)
+        ]
     assert [name for name, _ in seen] == ["short", "long"]
     assert 2 <= seen[0][1] <= 60 and seen[1][1] == 0
 
