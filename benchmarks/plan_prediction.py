@@ -16,6 +16,8 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.common import finish, metrics_rows
@@ -60,17 +62,9 @@ CASES: Mapping[str, Mapping[str, object]] = {
 SHORT = ("sync", "tail-4", "few-slots-1")
 
 
-async def record(names: list[str], directory: Path, steps: int, seed: int, at_once: int) -> None:
-    places = asyncio.Semaphore(at_once)
-
-    async def one(name: str) -> None:
-        profile = BASE.where(**CASES[name])
-        async with places:
-            await play(profile, directory, name, steps + 2 * profile.budget + 2, seed)
-
-    async with asyncio.TaskGroup() as tasks:
-        for name in names:
-            tasks.create_task(one(name))
+def record(name: str, directory: Path, steps: int, seed: int) -> None:
+    profile = BASE.where(**CASES[name])
+    asyncio.run(play(profile, directory, name, steps + 2 * profile.budget + 2, seed))
 
 
 def compare(run: Path) -> tuple[float, float]:
@@ -103,7 +97,13 @@ def main() -> None:
     names = list(SHORT if arguments.short else CASES)
     with tempfile.TemporaryDirectory(prefix="leeway-bench-") as temporary:
         directory = arguments.keep or Path(temporary)
-        asyncio.run(record(names, directory, arguments.steps, arguments.seed, arguments.at_once))
+        with ProcessPoolExecutor(arguments.at_once, mp_context=get_context("spawn")) as pool:
+            recorded = [
+                pool.submit(record, name, directory, arguments.steps, arguments.seed)
+                for name in names
+            ]
+            for run in recorded:
+                run.result()
         errors = [compare(run) for run in [directory / name for name in names] + arguments.runs]
     finish(
         arguments.seed,

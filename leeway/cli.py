@@ -339,6 +339,21 @@ def status(path: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def top(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Watch a running system: runs/NAME/live.yaml, or a deployment's configuration."""
+    from leeway.top import Top
+
+    config = configuration.load(path, overrides or ())
+
+    async def watch() -> None:
+        async with _queue_stub(config.queue.address, config.security) as stub:
+            read = functools.partial(_status, stub)
+            await Top(config.run.path / "metrics.jsonl", read).run_async()
+
+    asyncio.run(watch())
+
+
+@app.command()
 def weights(path: ConfigArgument, overrides: Overrides = None) -> None:
     """List the nodes: which policy each has, since when, and from whom; ! marks those that lag."""
     from trainer_service.weight_broadcast.listing import list_nodes

@@ -148,15 +148,48 @@ class OverBudget(StrEnum):
     KEEP = "keep"
 
 
+class AutoBudgetConfig(Section):
+    """Limits and bounds of the controller that `staleness.budget: auto` turns on."""
+
+    lowest: PositiveInt = 1
+    highest: PositiveInt = 8
+    waiting_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    """The budget is widened when the trainer waits for more than this share of its time while
+    admission is at the budget: then each side waits for the other."""
+    lowest_sample_size: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """The health band: `effective_sample_size` at least this,"""
+    highest_chi2: PositiveFloat = 1.0
+    """`chi2_token`, the second moment of the off-policy ratio less 1, at most this,"""
+    highest_clip_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.3
+    """and `clip_fraction` at most this. Outside the band the budget is halved."""
+    margin: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
+    """It is widened only if health is inside the band by this part of each bound."""
+    forget_steps: PositiveInt = 50
+    """A budget that was unhealthy is not tried again for so many steps."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoBudgetConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest = {self.lowest} is above highest = {self.highest}")
+        return self
+
+
 class StalenessConfig(Section):
-    budget: NonNegativeInt = 2
-    """eta: the largest staleness, in policy versions, that may enter an optimizer step."""
+    budget: NonNegativeInt | Literal["auto"] = 2
+    """eta: the largest staleness, in policy versions, that may enter an optimizer step. `auto`: the
+    trainer tunes it while the run lasts, within `auto`'s limits."""
+    auto: AutoBudgetConfig = AutoBudgetConfig()
     over_budget: OverBudget = OverBudget.MASK
     max_reissues: NonNegativeInt = 2
     """How often a task whose group was dropped as stale is tried again."""
     patience_seconds: NonNegativeFloat = 60.0
     """With `drop`: how long a batch is held for a running group that the next version would make
     stale. Without it, tasks that take longer than the budget allows would never be trained."""
+
+    @property
+    def first_budget(self) -> int:
+        """The budget that a run begins with."""
+        return self.auto.lowest if self.budget == "auto" else self.budget
 
 
 class QueueConfig(Section):

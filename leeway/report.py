@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from leeway import report_html
 from leeway.progress import MetricsFile
 from leeway.v1 import queue_pb2
 
@@ -114,8 +115,9 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
 
 
 def write(run: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes summary.json and, where matplotlib is installed, curves.png."""
+    """Writes summary.json, report.html and, where matplotlib is installed, curves.png."""
     (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (run / "report.html").write_text(report_html.page(run.name, summary, rows))
     try:
         draw(rows, run / "curves.png", f"leeway: {run.name}")
     except ImportError:
@@ -137,6 +139,7 @@ def show(summary: Mapping[str, Any], run: Path, console: Console) -> None:
     line("staleness", f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}")
     line("CPU time", f"{summary['cpu_seconds']:.0f} s")
     line("lost / trained twice", f"{summary['lost']} / {summary['twice']}")
+    line("report", run / "report.html")
     line("curves", run / "curves.png")
     line("model", run / "checkpoints" / "export")
     line("everything else", run)

@@ -139,7 +139,7 @@ class RolloutNode:
             room = (self._config.rollout.concurrency - self._unfinished) // size
             if self._unfinished == 0 and not self._running:
                 return max(room, self._config.queued_batch_groups)
-            if room >= 1 and self._config.staleness.budget > 0:
+            if room >= 1 and self._config.staleness.first_budget > 0:
                 return room
             self._changed.clear()
             await self._changed.wait()

@@ -44,6 +44,7 @@ from trainer_service.checkpoint import Checkpoints
 from trainer_service.record import Record, StepTimes
 from trainer_service.steps import plan_batch
 from trainer_service.weight_broadcast.publisher import WeightPublisher
+from trajectory_queue.autobudget import BudgetController, Observation
 from trajectory_queue.client import Batch, TrainerQueue
 
 log = structlog.get_logger(__name__)
@@ -116,6 +117,10 @@ class Trainer:
         self._gate = threading.Lock()
         # Whether weights have changed since `_position.version`.
         self._changed = False
+        auto = config.staleness.budget == "auto"
+        self._tuner = BudgetController(config.staleness.auto) if auto else None
+        # Whether as many groups were outstanding as may be, when the feeder last looked.
+        self._at_budget = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Trains until `trainer.steps` batches are done or `stop` is set; leaves a checkpoint."""
@@ -146,6 +151,7 @@ class Trainer:
         times = StepTimes()
         with self._spans.span("lease"), times.measure("wait"):
             batch = await self._lease()
+        waited_at_budget = self._at_budget
         leased = time.time()
         with self._spans.span("learn"), times.measure("step"):
             learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
@@ -162,7 +168,8 @@ class Trainer:
         )
         for group in batch.groups:
             TRACES.span(group.task.task_id, "learn", leased, version=self._position.version)
-        self._record.step(self._position.version, batch, learned, times)
+        health = self._record.step(self._position.version, batch, learned, times)
+        await self._tune(Observation(batch.budget, times.waiting_share, waited_at_budget, health))
         if self._position.version % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
         elif self._writing is not None and self._writing.done():
@@ -236,12 +243,23 @@ class Trainer:
         while True:
             status = await self._queue.status()
             wanted = _WAITING_CAPACITIES * capacity(status.budget, status.batch_groups)
+            outstanding = sum(status.groups[state] for state in ("running", "queued", "leased"))
+            self._at_budget = outstanding >= capacity(status.budget, status.batch_groups)
             missing = wanted - status.groups["waiting"]
             # After a resume the sampler passes tasks that the queue knows.
             if missing <= 0 or passed > status.enqueued:
                 return
             await self._queue.enqueue(self._sampler.take(missing))
             passed += missing
+
+    async def _tune(self, seen: Observation) -> None:
+        """With `staleness.budget: auto`: changes the budget if the step says that it should."""
+        decision = self._tuner.decide(seen) if self._tuner is not None else None
+        if decision is not None:
+            log.info(
+                "staleness budget", was=seen.budget, now=decision.budget, reason=decision.reason
+            )
+            await self._queue.set_budget(decision.budget, actor=f"auto ({decision.reason})")
 
     async def _evaluate(self, phase: str) -> bool:
         """Scores the held-out problems under the version in place, once a run and phase: whether it

@@ -42,6 +42,11 @@ class StepTimes:
         yield
         self.seconds[part] = time.monotonic() - started
 
+    @property
+    def waiting_share(self) -> float:
+        """Of the step's time, in which the trainer waited for its batch."""
+        return self.seconds["wait"] / max(sum(self.seconds.values()), 1e-9)
+
 
 class Record:
     """Writes into a run's directory; a row is in the file when its call returns."""
@@ -52,8 +57,13 @@ class Record:
         self._samples.mkdir(exist_ok=True)
         self._last_step = time.monotonic()
 
-    def step(self, version: int, batch: Batch, learned: Learned, times: StepTimes) -> None:
-        """One trained batch. Rewards are over all that was generated, the filtered included."""
+    def step(
+        self, version: int, batch: Batch, learned: Learned, times: StepTimes
+    ) -> Mapping[str, float]:
+        """One trained batch; returns the health of its loss.
+
+        Rewards are over all that was generated, the filtered included.
+        """
         trajectories = [t for group in batch.groups for t in group.trajectories]
         untrained = batch.untrained
         scores = [t.score for t in trajectories if t.score is not None]
@@ -78,6 +88,7 @@ class Record:
             tokens_packed=sum(plan.packed_tokens for plan in learned.plans),
             tokens_masked=batch.masked_tokens,
             tokens_per_second=sum(lengths) / max(elapsed, 1e-9),
+            staleness_budget=batch.budget,
             **staleness_metrics(trajectories, version - 1),
             **{f"{part}_seconds": seconds for part, seconds in times.seconds.items()},
             grad_norm=learned.grad_norm,
@@ -88,6 +99,7 @@ class Record:
             answers_sampled=answers_sampled(batch.groups),
         )
         self._sample(version, batch, learned)
+        return health
 
     def evaluation(self, version: int, phase: str, batch: Batch) -> None:
         """The held-out problems, scored under `version`."""

@@ -242,9 +242,13 @@ class OperatorQueue:
         )
         return answer
 
-    async def set_budget(self, budget: int) -> int:
-        """Sets the staleness budget of the running run; returns the previous one."""
-        request = pb.SetBudgetRequest(budget=budget, actor=self._actor)
+    async def set_budget(self, budget: int, actor: str = "") -> int:
+        """Sets the staleness budget of the running run; returns the previous one.
+
+        Args:
+            actor: Who the audit names; by default this client.
+        """
+        request = pb.SetBudgetRequest(budget=budget, actor=actor or self._actor)
         answer = await self._ask(self._stub.SetBudget, request, "set the budget")
         return int(answer.previous)
 

@@ -106,7 +106,7 @@ class Settings:
         return cls(
             run_id=config.run.name,
             batch_groups=config.queued_batch_groups,
-            budget=config.staleness.budget,
+            budget=config.staleness.first_budget,
             over_budget=config.staleness.over_budget,
             max_reissues=config.staleness.max_reissues,
             lease_ms=int(config.queue.lease_seconds * 1000),

@@ -15,6 +15,8 @@ class Step:
 
     ended: float
     waited_seconds: float
+    at_budget: bool
+    """Whether as many groups were outstanding as may be, while the trainer waited."""
     learned_seconds: float
     tokens: float
     """Trained."""

@@ -62,6 +62,8 @@ class Rollouts(Section):
     answers: tuple[tuple[tuple[float, float], ...], ...] = ()
     """Recorded groups, each the (tokens, seconds) of its answers; they stand for `answer_tokens`,
     `prompt_seconds`, `tool_seconds` and `token_seconds`."""
+    growth: float = 0.0
+    """By this part a batch's answers are longer than those of the batch before, in the mean."""
     alike: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """How much of the logarithm's variance the answers to one prompt have in common."""
     prompt_seconds: NonNegativeFloat = 0.0

@@ -22,6 +22,8 @@ from trajectory_queue.plan.profile import Profile, Rollouts, Trainer
 # The first step includes everybody's start.
 FIRST_STEPS = 1
 _FEWEST_STEPS = 3
+# A wait below this share of a step is no wait for generation.
+_READY_SHARE = 0.15
 
 
 def recorded_steps(run: Path) -> list[dict[str, Any]]:
@@ -52,7 +54,7 @@ def from_run(run: Path, *, update_seconds: float = 0.0) -> Profile:
         source=f"recorded: {len(steps)} steps of {run}",
         group_size=config.sampling.group_size,
         batch_groups=config.trainer.batch_groups,
-        budget=config.staleness.budget,
+        budget=config.staleness.first_budget,
         over_budget=config.staleness.over_budget,
         max_reissues=config.staleness.max_reissues,
         patience_seconds=config.staleness.patience_seconds,
@@ -79,6 +81,16 @@ def elapsed_seconds(row: dict[str, Any]) -> float:
     return float(row["answer_tokens_mean"] * row["trajectories"] / row["tokens_per_second"])
 
 
+def _answer_seconds(steps: list[dict[str, Any]]) -> float:
+    """How long the queue takes to hand over a batch that is complete: the shortest waits.
+
+    0 where even those are no small part of a step: then none was complete when it was asked for.
+    """
+    shortest = float(np.quantile([row["wait_seconds"] for row in steps], 0.1))
+    between = float(np.mean([elapsed_seconds(row) for row in steps]))
+    return shortest if shortest < _READY_SHARE * between else 0.0
+
+
 def _trainer(config: Config, steps: list[dict[str, Any]]) -> Trainer:
     tokens = np.array([row["tokens_trained"] for row in steps], dtype=np.float64)
     seconds = np.array([row["step_seconds"] for row in steps], dtype=np.float64)
@@ -96,5 +108,5 @@ def _trainer(config: Config, steps: list[dict[str, Any]]) -> Trainer:
         fixed_seconds=float(seconds.mean() - slope * tokens.mean()),
         token_seconds=slope * config.trainer.ranks,
         publish_seconds=publish,
-        call_seconds=max(0.0, float(np.mean(other))),
+        call_seconds=max(0.0, float(np.mean(other))) + _answer_seconds(steps),
     )

@@ -95,6 +95,8 @@ class Simulation:
         self._groups: dict[str, _Group] = {}
         self._waiting_since: float | None = None
         self._missing = 0
+        self._full = False
+        """As many groups are outstanding as may be, when a node last asked."""
         self._dropped_tokens = 0
         self._target = 0
         self._apply(c.Configure(self._settings()))
@@ -179,6 +181,7 @@ class Simulation:
             c.LeaseTasks(node.node_id, node.version, room, str(next(self._counter)))
         )
         self._waiting -= len(leased.leases)
+        self._full = leased.outstanding >= leased.capacity
         node.advance(self._now)
         for lease in leased.leases:
             self._start(node, lease)
@@ -406,6 +409,7 @@ class Simulation:
         step = Step(
             ended=self._now + learned + trainer.call_seconds,
             waited_seconds=waited,
+            at_budget=self._full,
             learned_seconds=learned,
             tokens=float(tokens.sum()),
             masked_tokens=masked,

@@ -60,19 +60,20 @@ class Workload:
                 for index in np.resize(chosen, profile.group_size)
             ]
         else:
-            whole = self._drawn(random)
+            whole = self._drawn(random, prompt)
         samples = [Work(parts, bool(bad)) for parts, bad in zip(whole, fails, strict=True)]
         if profile.streaming:
             place = sequence % profile.group_size
             samples = samples[place : place + 1]
         return samples, signal
 
-    def _drawn(self, random: np.random.Generator) -> list[tuple[Part, ...]]:
+    def _drawn(self, random: np.random.Generator, prompt: int) -> list[tuple[Part, ...]]:
         profile, rollouts = self._profile, self._profile.rollouts
         common, own = random.standard_normal(), random.standard_normal(profile.group_size)
         lengths = rollouts.answer_tokens.at(
             np.sqrt(rollouts.alike) * common + np.sqrt(1.0 - rollouts.alike) * own
         )
+        lengths = lengths * (1.0 + rollouts.growth) ** (prompt / profile.batch_groups)
         tools = rollouts.tool_seconds.at(
             random.standard_normal((profile.group_size, rollouts.tool_calls))
         )

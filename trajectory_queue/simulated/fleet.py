@@ -76,7 +76,7 @@ class Node:
         self._pace = pace
         self._size = config.queued_group_size
         self._concurrency = max(config.rollout.concurrency, self._size)
-        self._only_idle = config.staleness.budget == 0
+        self._only_idle = config.staleness.first_budget == 0
         self._heartbeat_seconds = config.rollout.heartbeat_seconds
         self._running: dict[str, asyncio.Task[None]] = {}
         self._held: dict[str, _Held] = {}
