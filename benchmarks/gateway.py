@@ -29,11 +29,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import numpy as np
 from transformers import AutoTokenizer
 
 from benchmarks.common import finish
+from benchmarks.gateway_client import question
 from leeway.trajectory import Sampling, Task
 from rollout_service.answers import AnswerFormat
 from rollout_service.engines.base import GenerateRequest
@@ -67,37 +67,14 @@ async def serving(model: Path, concurrency: int) -> AsyncIterator[tuple[TorchEng
         await engine.close()
 
 
-def question(number: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"Tell me a story about the number {number}."}]
-
-
 # Latency ------------------------------------------------------------------------------------------
 
 
-async def ask_over_http(url: str, keys: Sequence[str], rounds: int) -> list[float]:
-    """Seconds of every request; each key is a session that asks `rounds` times, one by one."""
-    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-
-        async def session(number: int, key: str) -> list[float]:
-            seconds = []
-            headers = {"Authorization": f"Bearer {key}"}
-            for turn in range(rounds):
-                body = {"messages": question(1000 * turn + number), "max_tokens": TOKENS}
-                started = time.perf_counter()
-                answer = await http.post("/v1/chat/completions", json=body, headers=headers)
-                answer.raise_for_status()
-                seconds.append(time.perf_counter() - started)
-            return seconds
-
-        per_session = await asyncio.gather(*(session(i, key) for i, key in enumerate(keys)))
-    return [value for values in per_session for value in values]
-
-
 async def client_process(url: str, keys: Sequence[str], rounds: int) -> dict[str, Any]:
-    """`ask_over_http` in a process of its own, so that the client's work is not the gateway's."""
+    """The client in a process of its own, so that its work is not the gateway's."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.gateway", "client", url, str(rounds),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        sys.executable, str(Path(__file__).with_name("gateway_client.py")),
+        url, str(rounds), str(TOKENS), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     output, _ = await process.communicate(json.dumps(list(keys)).encode())
     return dict(json.loads(output))
@@ -223,8 +200,7 @@ async def streaming(model: Path, sessions: int, at_once: int, compressed: float)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["latency", "streaming", "client"])
-    parser.add_argument("rest", nargs="*")
+    parser.add_argument("part", choices=["latency", "streaming"])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=2)
@@ -232,13 +208,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.short:
         options.sessions, options.rounds = 16, 1
-    if options.part == "client":
-        url, rounds = options.rest
-        keys = json.loads(sys.stdin.read())
-        started = time.perf_counter()
-        seconds = asyncio.run(ask_over_http(url, keys, int(rounds)))
-        print(json.dumps({"seconds": seconds, "wall": time.perf_counter() - started}))
-        return
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model
         if model is None:
