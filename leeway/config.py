@@ -153,7 +153,7 @@ class AutoBudgetConfig(Section):
 
     lowest: PositiveInt = 1
     highest: PositiveInt = 8
-    waiting_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    waiting_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.01
     """The budget is widened when the trainer waits for more than this share of its time while
     admission is at the budget: then each side waits for the other."""
     lowest_sample_size: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
