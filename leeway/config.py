@@ -311,6 +311,10 @@ class TrainerConfig(Section):
     """Train low-rank adapters of so many dimensions instead of all weights; 0 turns it off."""
     lora_alpha: PositiveInt = 32
     """Adapters count alpha / rank."""
+    lora_publish: Literal["merged", "adapters"] = "merged"
+    """`merged`: nodes get the sums of weights and adapters, rounded to bf16; any engine will do.
+    `adapters`: they get the adapters alone, which are small, and add them as the trainer does; for
+    the torch engine."""
     dpo_beta: PositiveFloat = 0.1
     """`leeway dpo`: how far from the reference a preference may pull; larger stays nearer."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -454,6 +458,14 @@ class Config(Section):
                 "queue.filter_equal_scores = true drops groups by their scores, from which "
                 "trainer.algorithm.advantage.reward_coefficient = 0 does not learn; use "
                 "queue.filter_equal_scores=false"
+            )
+        if self.trainer.lora_publish == "adapters" and not (
+            self.trainer.lora_rank and self.rollout.engine.kind == "torch"
+        ):
+            raise ValueError(
+                "trainer.lora_publish = adapters with trainer.lora_rank = "
+                f"{self.trainer.lora_rank} and rollout.engine.kind = {self.rollout.engine.kind}: it takes adapters and an "
+                "engine that adds them; use lora_publish=merged"
             )
         if self.trainer.batch_groups % self.trainer.minibatches:
             raise ValueError(

@@ -37,7 +37,7 @@ class CanaryText:
         if len(found) < 2:
             raise ConfigError(f"{model_directory}: its tokenizer makes {found} of {TEXT!r}")
         self.token_ids = np.array(found, dtype=np.int64)
-        self._batch = _scored_whole(self.token_ids)
+        self._batch = scored_whole(self.token_ids)
         self._tolerance = config.canary_tolerance
 
     def score(self, backend: Backend) -> Canary:
@@ -46,7 +46,7 @@ class CanaryText:
         return Canary(self.token_ids.astype(np.int32), logprobs, self._tolerance)
 
 
-def _scored_whole(token_ids: Int64Array) -> PackedBatch:
+def scored_whole(token_ids: Int64Array) -> PackedBatch:
     """One sequence, every token after the first to be scored at temperature 1."""
     count = token_ids.size - 1
     zeros = np.zeros(count, dtype=np.float32)

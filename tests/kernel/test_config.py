@@ -36,6 +36,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ("trainer.minibatches=3", "trainer.minibatches = 3 does not divide"),
         ("queue.min_group=9", "queue.min_group = 9: use 2 to sampling.group_size = 8"),
         ("queue.group_release=streaming", "compares the answers to a prompt"),
+        ("trainer.lora_publish=adapters", "trainer.lora_rank = 0"),
         ("security.certificate=a.pem", "security.certificate and security.key belong together"),
         ("task.reward=null", "task.jsonl needs task.reward"),
         ("run.name=a/b", "run.name = 'a/b'"),

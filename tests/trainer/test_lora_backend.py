@@ -1,4 +1,4 @@
-"""Adapters are trained, sums are published, and everything else is as it was."""
+"""Adapters are trained, they or sums are published, and everything else is as it was."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from test_torch_backend import batches_of, weighted
 from trainer_cases import random_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
-from leeway.config import TrainerConfig
+from leeway.config import TrainerConfig, UpdateMode
+from leeway.manifests import Canary
+from rollout_service.engines.torch_engine import TorchEngine
 from trainer_service.backends import lora
 from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.canary import scored_whole
 from trainer_service.checkpoint import Checkpoints, export_hf
 
 pytest.importorskip("peft")
@@ -100,3 +103,23 @@ def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     ours, theirs = published(recomputed), published(kept)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+async def test_adapters_that_are_published_alone_are_the_policy(tmp_path: Path) -> None:
+    """An engine that holds the base model and gets nothing else scores as the trainer does."""
+    directory = tiny_model("llama", tmp_path, scale=0.1)
+    alone = CONFIG.model_copy(update={"lora_publish": "adapters"})
+    backend = TorchBackend(directory, alone)
+    text = np.arange(3, 15, dtype=np.int32)
+    engine = TorchEngine(directory, concurrency=2)
+    try:
+        for version in (1, 2):
+            assert backend.step(BATCHES, weighted).grad_norm > 0.0
+            adapters = dict(backend.weights())
+            assert all(".lora_" in name for name in adapters)
+            (logprobs,) = backend.logprobs([scored_whole(text.astype(np.int64))])
+            # Raises CanaryError where the two disagree.
+            canary = Canary(text, logprobs, tolerance=1e-4)
+            await engine.swap(adapters, version, UpdateMode.IN_PLACE, canary)
+    finally:
+        await engine.close()

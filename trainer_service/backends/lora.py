@@ -1,8 +1,9 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): W + alpha / rank * B A, with W frozen.
 
-peft puts the adapters into the model; nodes and exports get the sums, under the model's own names,
-so that nothing outside the trainer knows of adapters. The sums are rounded to bf16, which the
-trainer's own pass is not: `mismatch_kl` shows by how little the two sides then differ.
+peft puts the adapters into the model. Exports get the sums, under the model's own names, and so do
+nodes unless `trainer.lora_publish` says that their engines add adapters themselves. The sums are
+rounded to bf16, which the trainer's own pass is not: `mismatch_kl` shows by how little the two
+sides then differ.
 """
 
 from __future__ import annotations
@@ -89,3 +90,19 @@ def merged(
             b = pair(a)
             weight = merge(weight, whole(a, parameters[a]), whole(b, parameters[b]), alpha)
         yield name.replace(_BASE, "."), weight
+
+
+def separate(
+    model: nn.Module, whole: Callable[[str, Tensor], Tensor], alpha: float
+) -> Iterator[tuple[str, Tensor]]:
+    """(PEFT's name, value) of every adapter, with alpha / rank in its `B`.
+
+    Args:
+        whole: As for `merged`.
+    """
+    for name, parameter in model.named_parameters():
+        if _A in name:
+            yield name.replace(_A, ".lora_A."), whole(name, parameter)
+        elif _B in name:
+            b = whole(name, parameter)
+            yield name.replace(_B, ".lora_B."), b * (alpha / b.shape[1])

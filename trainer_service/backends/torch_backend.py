@@ -146,7 +146,10 @@ class TorchBackend(RankBackend):
         def whole(name: str, parameter: Tensor) -> Tensor:
             return self._whole(name, local(parameter))
 
-        for name, values in lora.merged(self._scores.model, whole, self._config.lora_alpha):
+        config = self._config
+        alone = config.lora_rank and config.lora_publish == "adapters"
+        named = lora.separate if alone else lora.merged
+        for name, values in named(self._scores.model, whole, config.lora_alpha):
             if self._precision == "bf16":
                 bits = values.to(torch.bfloat16).view(torch.int16)
                 yield name, bits.cpu().numpy().view(np.uint16)
