@@ -464,8 +464,8 @@ class Config(Section):
         ):
             raise ValueError(
                 "trainer.lora_publish = adapters with trainer.lora_rank = "
-                f"{self.trainer.lora_rank} and rollout.engine.kind = {self.rollout.engine.kind}: it takes adapters and an "
-                "engine that adds them; use lora_publish=merged"
+                f"{self.trainer.lora_rank} and rollout.engine.kind = {self.rollout.engine.kind}: "
+                "it takes adapters and an engine that adds them; use lora_publish=merged"
             )
         if self.trainer.batch_groups % self.trainer.minibatches:
             raise ValueError(
