@@ -203,11 +203,6 @@ def _script(
     root = storage.directory / f"{pod}-root"
     root.mkdir(exist_ok=True)
     lines = [f"mount -t tmpfs tmpfs {root}", *(_SHARE.format(name=n, root=root) for n in _SYSTEM)]
-    visible = {ROOT, Path(sys.base_prefix), Path(sys.prefix).resolve()}
-    lines += [
-        f"mkdir -p {root}{path}; mount --bind -o ro {path} {root}{path}"
-        for path in sorted(p for p in visible if p.parts[1] not in _SYSTEM)
-    ]
     hosts_file = storage.directory / f"{pod}-hosts"
     entries = [f"{address} {name}" for name, several in hosts.items() for address in several]
     hosts_file.write_text("\n".join(["127.0.0.1 localhost", *entries, ""]))
@@ -220,6 +215,12 @@ def _script(
         lines.append(f"mkdir -p {target}; mount --bind {source} {target}")
         if mount.get("readOnly"):
             lines.append(f"mount -o remount,bind,ro {target}")
+    # After the volumes: a pod's own /tmp must not hide a checkout that lies in this machine's.
+    visible = {ROOT, Path(sys.base_prefix), Path(sys.prefix).resolve()}
+    lines += [
+        f"mkdir -p {root}{path}; mount --bind -o ro {path} {root}{path}"
+        for path in sorted(p for p in visible if p.parts[1] not in _SYSTEM)
+    ]
     lines.append(f"mount -o remount,ro {root}")
     exports = {**_machine(), **environment}
     variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in exports.items())
