@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from common import finish
 from leeway import config as configuration
 from leeway import rpc
 from leeway.errors import LeewayError
+from leeway.local import free_addresses
 from leeway.trajectory import Trajectory
 from leeway.v1.queue_pb2 import StatusResponse
 from trajectory_queue.client import Leases, OperatorQueue, PushResult, RolloutQueue
@@ -213,7 +213,7 @@ class Chaos:
         )
         self._redis_url = f"unix://{socket_path}"
         self._redis = self._process("redis", server_binary(), folder / "redis.conf")
-        ports = [_free_port() for _ in range(SERVICES)]
+        ports = [int(address.rpartition(":")[2]) for address in free_addresses(SERVICES)]
         self._proxies = [Proxy(port) for port in ports]
         for number, port in enumerate(ports):
             _write_config(folder / f"service-{number}.yaml", folder, port, self._redis_url)
@@ -379,12 +379,6 @@ def _write_config(path: Path, folder: Path, port: int, redis_url: str | None = N
             }
         )
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def main(faults: int, seed: int, mean_pause: float) -> int:

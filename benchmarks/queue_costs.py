@@ -23,7 +23,6 @@ import contextlib
 import itertools
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from common import finish
 
 from leeway import rpc
 from leeway.config import SecurityConfig
+from leeway.local import free_addresses
 from leeway.process import keep_freed_memory
 from leeway.trajectory import FinishReason, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
@@ -79,7 +79,7 @@ class Service:
     """`leeway queue serve` in a process of its own."""
 
     def __init__(self, folder: Path, budget: int) -> None:
-        self.address, self._metrics = (f"127.0.0.1:{_free_port()}" for _ in range(2))
+        self.address, self._metrics = free_addresses(2)
         path = folder / "config.yaml"
         path.write_text(
             yaml.safe_dump(
@@ -319,12 +319,6 @@ def _server_of(parent: int, other: int) -> int:
     """The raw side's Redis: a child of ours that is not the service."""
     (child,) = (p for p in psutil.Process(parent).children() if p.pid != other)
     return int(child.pid)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def main(short: bool, peers: Path | None) -> None:

@@ -27,6 +27,7 @@ from pydantic import SecretStr
 
 from leeway.config import Config, SecurityConfig
 from leeway.errors import InfrastructureError
+from leeway.files import write_private
 from leeway.process import EXIT_CONFIG, EXIT_OK, LIFELINE
 
 MAX_RESTARTS = 3
@@ -104,9 +105,8 @@ class Supervisor:
                 "security": self.security,
             }
         )
-        self._live.unlink(missing_ok=True)
-        self._live.touch(mode=0o600)
-        self._live.write_text(config.to_yaml(secret=self._environment["LEEWAY__SECURITY__TOKEN"]))
+        token = self._environment["LEEWAY__SECURITY__TOKEN"]
+        write_private(self._live, config.to_yaml(secret=token))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Waits until the trainer has finished, or `stop` is set.

@@ -33,20 +33,26 @@ def build(directory: Path, *, context: int = 256, seed: int = 0) -> Path:
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["<eos>"],
-        pad_token_id=vocabulary["<pad>"],
-        initializer_range=0.1,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    llama(fast, context=context, seed=seed).to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+def llama(tokenizer: PreTrainedTokenizerFast, *, context: int, seed: int) -> LlamaForCausalLM:
+    """2 layers of 64 for a tokenizer's vocabulary, with random float32 weights."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            initializer_range=0.1,
+        )
+    )

@@ -33,6 +33,7 @@ import structlog
 
 from leeway.config import Config
 from leeway.errors import ConfigError, InfrastructureError
+from leeway.files import write_private
 from leeway.orphans import end_with_parent
 
 log = structlog.get_logger(__name__)
@@ -120,7 +121,7 @@ def embedded(binary: Path, directory: Path) -> Iterator[str]:
         password = secrets.token_urlsafe(32)
         settings = directory / "redis.conf"
         stack.callback(lambda: settings.unlink(missing_ok=True))
-        _write_private(
+        write_private(
             settings, _CONFIG.format(socket=socket, password=password, directory=directory)
         )
         keeper = _Keeper([binary, settings], directory, lock)
@@ -204,13 +205,6 @@ def _lock(path: Path) -> int:
                     "choose another run.name"
                 ) from error
             time.sleep(0.05)
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
 
 
 def _await_answer(keeper: _Keeper, url: str, directory: Path) -> None:

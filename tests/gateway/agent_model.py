@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests import tiny
 
 CONTEXT = 640
 STEPS = 240
@@ -77,22 +79,7 @@ def build(directory: Path, *, trained: bool = True, seed: int = 0) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     fast = tokenizer()
     fast.save_pretrained(directory)
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-        pad_token_id=fast.pad_token_id,
-        initializer_range=0.1,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny.llama(fast, context=CONTEXT, seed=seed)
     if trained:
         _teach(model, fast, random.Random(seed))
     model.to(torch.bfloat16).save_pretrained(directory)
