@@ -287,7 +287,7 @@ class Trainer:
         resumed = await self._queue.resume(self._position.version)
         status = await self._queue.status()
         # Further than what is there to train on no life gets without the nodes.
-        batches = status.groups["queued"] // self._config.trainer.batch_groups
+        batches = status.groups["queued"] // status.batch_groups
         self._replayed_to = min(self._checkpoints.published, self._position.version + batches)
         self._publisher = await asyncio.to_thread(self._start_publisher, resumed.incarnation)
         if self._position.version >= self._replayed_to:
