@@ -7,9 +7,10 @@ runs as users run it, `leeway up`: queue, Valkey, trainer, broadcaster, node and
 counted.
 
 Start-up (imports, loading the model) is left out on both sides: the figure is the slope from the
-second step to the last. Both run in turn, one thread each.
+second step to the last. Both run in turn, one thread each. The staleness budget is one version, the
+least at which neither side waits for the other.
 
-    python -m benchmarks.vs_trl [--steps 30] [--short]
+    python -m benchmarks.vs_trl [--steps 24] [--budget 1] [--short]
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.common import THREADS, TreeClock, finish, metrics_rows
 from leeway import config as configuration
@@ -33,7 +37,7 @@ COMPLETIONS = GROUPS * GROUP_SIZE
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
 
 
-def make_config(seed: int, steps: int, directory: Path) -> Config:
+def make_config(seed: int, steps: int, budget: int, directory: Path) -> Config:
     return configuration.load(
         EXAMPLE,
         [
@@ -41,6 +45,7 @@ def make_config(seed: int, steps: int, directory: Path) -> Config:
             f"run.directory={directory}",
             f"run.seed={seed}",
             "task.heldout=0",
+            f"staleness.budget={budget}",
             f"sampling.group_size={GROUP_SIZE}",
             f"sampling.max_new_tokens={MAX_TOKENS}",
             f"trainer.batch_groups={GROUPS}",
@@ -165,16 +170,17 @@ def per_completion(points: list[dict[str, Any]]) -> float:
     return (last["cpu"] - first["cpu"]) / ((len(points) - 2) * COMPLETIONS)
 
 
-def mean_reward(points: list[dict[str, Any]]) -> float:
-    """Over the second half of the run."""
-    half = [point["reward"] for point in points[len(points) // 2 :]]
-    return sum(half) / len(half)
+def quarters(points: list[dict[str, Any]]) -> list[float]:
+    """Mean reward of each quarter of the run."""
+    parts = np.array_split([point["reward"] for point in points], 4)
+    return [round(float(part.mean()), 3) for part in parts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--budget", type=int, default=1)
     parser.add_argument("--short", action="store_true", help="a quick, smaller form")
     parser.add_argument("--trl", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,7 +190,7 @@ def main() -> None:
     steps = 6 if arguments.short else arguments.steps
     with tempfile.TemporaryDirectory(prefix="leeway-bench-") as name:
         directory = Path(name)
-        config = make_config(arguments.seed, steps, directory)
+        config = make_config(arguments.seed, steps, arguments.budget, directory)
         ours = run_leeway(config, directory)
         theirs = run_trl(config, directory)
     for side, points in (("leeway", ours), ("trl", theirs)):
@@ -195,8 +201,11 @@ def main() -> None:
         ratio=per_completion(ours) / per_completion(theirs),
         leeway_cpu_seconds_per_completion=per_completion(ours),
         trl_cpu_seconds_per_completion=per_completion(theirs),
-        reward_leeway=mean_reward(ours),
-        reward_trl=mean_reward(theirs),
+        reward_leeway=statistics.mean(point["reward"] for point in ours),
+        reward_trl=statistics.mean(point["reward"] for point in theirs),
+        quarters_leeway=quarters(ours),
+        quarters_trl=quarters(theirs),
+        budget=arguments.budget,
         steps=steps,
     )
 

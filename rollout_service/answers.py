@@ -117,10 +117,12 @@ class AnswerReader:
 
     def feed(self, token_ids: Int32Array) -> list[Delta]:
         """Takes further ids; returns what has become certain."""
-        for token in token_ids.tolist():
+        # A stop text is found at the very id that completes it.
+        at_once = 1 if self._stop else max(1, token_ids.size)
+        for start in range(0, token_ids.size, at_once):
             if self.stopped is not None:
                 break
-            self._ids.append(token)
+            self._ids += token_ids[start : start + at_once].tolist()
             self._decode()
         end = len(self._text) if self.stopped is not None else self._certain()
         return self._parse(end)
@@ -140,15 +142,19 @@ class AnswerReader:
 
     def _decode(self, final: bool = False) -> None:
         """Adds the text of ids that make whole characters."""
-        pending = self._ids[self._decoded :]
-        if not pending:
+        if self._decoded == len(self._ids):
             return
         # Some tokenizers drop a leading space: text is told apart from that of one id more.
-        before = self._ids[max(0, self._decoded - 1) : self._decoded]
-        text = self._to_text(before + pending)[len(self._to_text(before)) :]
-        if text.endswith(_PARTIAL) and not final and len(pending) < _PARTIAL_TOKENS:
+        first = max(0, self._decoded - 1)
+        known = len(self._to_text(self._ids[first : self._decoded])) if self._decoded else 0
+        for end in range(len(self._ids), self._decoded, -1):
+            text = self._to_text(self._ids[first:end])[known:]
+            waited = len(self._ids) - end + 1
+            if final or not text.endswith(_PARTIAL) or waited == _PARTIAL_TOKENS:
+                break
+        else:
             return
-        self._decoded = len(self._ids)
+        self._decoded = end
         self._text += text
         for stop in self._stop:
             place = self._text.find(stop, max(0, self._given - len(stop)))

@@ -37,6 +37,9 @@ from rollout_service.gateway.sessions import Call, Session
 _SHUTDOWN_SECONDS = 1
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
 class Offers(Protocol):
     """Where programs that run elsewhere get their trajectories from."""
 
@@ -52,7 +55,11 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
     """
     app = FastAPI(title="Leeway gateway", docs_url=None, redoc_url=None)
 
-    @app.post("/v1/chat/completions")
+    def dialect(path: str) -> Callable[[Endpoint], None]:
+        """A plain route: a dialect reads its requests itself, and FastAPI's reading takes time."""
+        return lambda endpoint: app.add_route(path, endpoint, methods=["POST"])
+
+    @dialect("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         session, body = await _begin(gateway, request)
         ask = openai_chat.parse(body)
@@ -65,7 +72,7 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
             lambda call: openai_chat.events(call, ask, gateway.form, include_usage=usage),
         )
 
-    @app.post("/v1/completions")
+    @dialect("/v1/completions")
     async def completions(request: Request) -> Response:
         session, body = await _begin(gateway, request)
         ask = openai_completions.parse(body)
@@ -77,7 +84,7 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
             lambda call: openai_completions.events(call, ask),
         )
 
-    @app.post("/v1/responses")
+    @dialect("/v1/responses")
     async def responses(request: Request) -> Response:
         session, body = await _begin(gateway, request)
         previous = body.get("previous_response_id")
@@ -90,7 +97,7 @@ def build_app(gateway: Gateway, model: str, offers: Offers, token: str | None) -
             lambda call: openai_responses.events(call, body),
         )
 
-    @app.post("/v1/messages")
+    @dialect("/v1/messages")
     async def messages(request: Request) -> Response:
         session, body = await _begin(gateway, request)
         ask = anthropic_messages.parse(body)

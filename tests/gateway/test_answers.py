@@ -86,7 +86,8 @@ def test_thoughts_are_apart_also_when_the_template_began_them() -> None:
     assert (said.reasoning, said.content) == ("hm", "yes")
 
 
-def test_characters_of_several_tokens_come_whole() -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3, 12])
+def test_characters_of_several_tokens_come_whole(at_once: int) -> None:
     class Bytes:
         chat_template = ""
 
@@ -96,8 +97,9 @@ def test_characters_of_several_tokens_come_whole() -> None:
     reader = AnswerFormat(Bytes()).reader("", ())
     text = "a\N{GREEK SMALL LETTER ALPHA}b\N{GRINNING FACE}c"
     deltas = []
-    for byte in text.encode():
-        deltas += reader.feed(np.array([byte], dtype=np.int32))
+    ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+    for start in range(0, ids.size, at_once):
+        deltas += reader.feed(ids[start : start + at_once])
     said, last = reader.finish()
     assert said.content == "".join(d.text for d in [*deltas, *last]) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in delta.text for delta in deltas)
