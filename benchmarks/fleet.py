@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from leeway import rpc
 from leeway.config import SecurityConfig, TelemetryConfig, UpdateMode, WeightsConfig
-from leeway.deltas import Tensor
 from leeway.manifests import Canary
+from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.engines.base import (

@@ -47,8 +47,8 @@ from benchmarks.common import finish
 from benchmarks.fleet import OPEN, Fleet, Gate, MemoryEngine, node, publisher, serving
 from leeway import deltas, models, rpc, telemetry
 from leeway.config import TelemetryConfig, TrainerConfig, UpdateMode, WeightsConfig
-from leeway.deltas import Encoding, Tensor
 from leeway.manifests import Canary
+from leeway.tensors import Encoding, Tensor, describe, digest_of
 from leeway.trajectory import Sampling
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
@@ -183,9 +183,7 @@ async def whole_way(model: Any, grads: Any, lr: float, count: int) -> dict[str, 
                     sent.append(length + len(sealed.manifest))
                     entropy.append(entropy_bytes(before, after))
                     before = after
-    same = all(
-        deltas.digest_of(engine.weights[n]) == deltas.digest_of(t) for n, t in before.items()
-    )
+    same = all(digest_of(engine.weights[n]) == digest_of(t) for n, t in before.items())
     return {
         "bytes_ratio": sum(sent) / count / full,
         "entropy_ratio": sum(sent) / sum(entropy),
@@ -201,7 +199,7 @@ async def whole_way(model: Any, grads: Any, lr: float, count: int) -> dict[str, 
 def speeds(base: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, float]:
     target = {name: tensor.copy() for name, tensor in base.items()}
     twin = {name: tensor.copy() for name, tensor in base.items()}
-    changes = [(r, deltas.difference(base[r.name], new[r.name])) for r in deltas.describe(new)]
+    changes = [(r, deltas.difference(base[r.name], new[r.name])) for r in describe(new)]
     delta = deltas.pack(changes)
 
     def copy() -> None:
@@ -215,7 +213,7 @@ def speeds(base: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, f
     def restore_and_apply() -> None:
         for record, change in deltas.unpack(delta.records, delta.payload):
             deltas.apply(change, target[record.name])
-            assert deltas.digest_of(target[record.name]) == record.digest
+            assert digest_of(target[record.name]) == record.digest
 
     def best(action: Callable[[], None], prepare: Callable[[], None] = lambda: None) -> float:
         taken = []
@@ -335,7 +333,7 @@ async def fleet_figures(nodes: int) -> dict[str, float]:
     held = {"w": generator.integers(0, 1 << 16, 4_000_000).astype(np.uint16)}
     after = {name: tensor.copy() for name, tensor in held.items()}
     after["w"][generator.random(after["w"].size) < 0.1] += 1
-    changes = [(r, deltas.difference(held[r.name], after[r.name])) for r in deltas.describe(after)]
+    changes = [(r, deltas.difference(held[r.name], after[r.name])) for r in describe(after)]
     payload = len(deltas.pack(changes).payload)
     alone, _ = await spread(1, held, after)
     together, passed = await spread(nodes, held, after)

@@ -1,9 +1,8 @@
 """The delta codec: what turns one policy's weights into the next, bit for bit.
 
-Weights are numpy arrays under Hugging Face names (bfloat16 as uint16). Their bits are read as
-unsigned words, and a change is the difference of two words modulo their width. Differences add:
-applying a delta is adding it, and two deltas in a row are their sum, so that a node may skip
-versions without anybody keeping the weights in between.
+The bits of weights are read as unsigned words, and a change is the difference of two words modulo
+their width. Differences add: applying a delta is adding it, and two deltas in a row are their sum,
+so that a node may skip versions without anybody keeping the weights in between.
 
 Everything here is pure. A payload is a run of regions; a record says which region holds its tensor:
 
@@ -13,96 +12,33 @@ Everything here is pure. A payload is a run of regions; a record says which regi
 - DENSE: the differences of every element.
 - FULL: the tensor's bytes as they are.
 
-Sparse and dense regions are byte planes under zstd. Nothing is trusted while decoding: counts,
-lengths and positions are checked before memory is touched, and the caller checks every result's
-digest.
+Sparse and dense regions are byte planes (`leeway.byte_planes`). Nothing is trusted while decoding:
+counts, lengths and positions are checked before memory is touched, and the caller checks every
+result's digest.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
-import zstandard
 
+from leeway import byte_planes
+from leeway.byte_planes import unzigzag, zigzag
 from leeway.errors import WireError
+from leeway.tensors import Encoding, Record, Tensor, Words, numpy_dtype, words_dtype, words_of
 
-Tensor = npt.NDArray[Any]
-Words = npt.NDArray[np.unsignedinteger[Any]]
 Positions = npt.NDArray[np.int64]
 Buffer = bytes | bytearray | memoryview
 
-
-class Encoding(IntEnum):
-    """How a payload holds a tensor; the numbers are those of weights.proto."""
-
-    FULL = 1
-    SPARSE = 2
-    DENSE = 3
-    SAME = 4
-
-
-# Names as in safetensors files. A uint16 array holds bfloat16: numpy has no such type.
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "BF16": np.dtype("<u2"),
-    "F16": np.dtype("<f2"),
-    "F32": np.dtype("<f4"),
-    "F64": np.dtype("<f8"),
-    "I8": np.dtype("i1"),
-    "I16": np.dtype("<i2"),
-    "I32": np.dtype("<i4"),
-    "I64": np.dtype("<i8"),
-    "U8": np.dtype("u1"),
-    "U32": np.dtype("<u4"),
-    "U64": np.dtype("<u8"),
-    "BOOL": np.dtype("?"),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
-
-_ALIGNMENT = 64
 # Blocks of 64 bits compared at once: two such runs and the mask stay in a second-level cache.
 _BLOCKS = 1 << 16
 # Above this share of changed elements their positions cost more than coding every difference.
 _DENSE_FROM = 0.25
 # A sparse region ends after so many changes, which bounds what decoding holds.
 _REGION_CHANGES = 1 << 22
-_LEVEL = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One tensor of a policy, and where a payload holds it.
-
-    Attributes:
-        offset, length: The region, in bytes of the payload; sparse tensors share theirs.
-        changed: Elements that a sparse region changes in this tensor.
-        digest: Of the tensor after decoding.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    encoding: Encoding
-    offset: int
-    length: int
-    changed: int
-    digest: str
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.elements * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,86 +62,6 @@ class Delta:
 
     records: tuple[Record, ...]
     payload: bytes
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The wire's name of a numpy dtype; uint16 is BF16.
-
-    Raises:
-        TypeError: it has none.
-    """
-    name = _NAMES.get(dtype)
-    if name is None:
-        raise TypeError(f"dtype {dtype}: weights are one of {', '.join(sorted(_DTYPES))}")
-    return name
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype behind a wire name.
-
-    Raises:
-        WireError: unknown name.
-    """
-    dtype = _DTYPES.get(name)
-    if dtype is None:
-        raise WireError(f"dtype {name!r}: weights are one of {', '.join(sorted(_DTYPES))}")
-    return dtype
-
-
-def words_of(tensor: Tensor) -> Words:
-    """The tensor's bits as a flat array of unsigned words; a view, so that writing changes it."""
-    if not tensor.flags.c_contiguous:
-        raise ValueError("weights must be C-contiguous")
-    return tensor.reshape(-1).view(_WORDS[tensor.dtype.itemsize])
-
-
-def digest_of(tensor: Tensor) -> str:
-    """xxh3_128 of the tensor's bytes, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(words_of(tensor).data)
-
-
-def policy_digest(records: Iterable[Record]) -> str:
-    """One number for the whole policy: names, dtypes, shapes and digests, whatever their order."""
-    state = xxhash.xxh3_128()
-    for record in sorted(records, key=lambda record: record.name):
-        shape = ",".join(map(str, record.shape))
-        state.update(f"{record.name}\t{record.dtype}\t{shape}\t{record.digest}\n".encode())
-    return state.hexdigest()
-
-
-def describe(tensors: Mapping[str, Tensor]) -> tuple[Record, ...]:
-    """The policy as full records, each with its digest, laid out by `lay_out`."""
-    return lay_out(
-        Record(
-            name=name,
-            dtype=dtype_name(tensor.dtype),
-            shape=tensor.shape,
-            encoding=Encoding.FULL,
-            offset=0,
-            length=0,
-            changed=0,
-            digest=digest_of(tensor),
-        )
-        for name, tensor in tensors.items()
-    )
-
-
-def lay_out(records: Iterable[Record]) -> tuple[Record, ...]:
-    """The same tensors as full records, one after the other, each at a cache line's start."""
-    result = []
-    offset = 0
-    for record in records:
-        length = record.nbytes
-        result.append(
-            replace(record, encoding=Encoding.FULL, offset=offset, length=length, changed=0)
-        )
-        offset = aligned(offset + length)
-    return tuple(result)
-
-
-def aligned(offset: int) -> int:
-    """The next cache line's start."""
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 # --- Differences
@@ -394,7 +250,7 @@ def _encode(members: Sequence[tuple[Record, Change]]) -> bytes:
     if change.encoding is Encoding.FULL:
         return change.words.tobytes()
     if change.encoding is Encoding.DENSE:
-        return _encode_planes(_zigzag(change.words))
+        return byte_planes.encode(zigzag(change.words))
     start = 0
     positions, words = [], []
     for record, change in members:
@@ -403,19 +259,21 @@ def _encode(members: Sequence[tuple[Record, Change]]) -> bytes:
         words.append(change.words)
         start += record.elements
     gaps = np.diff(np.concatenate(positions), prepend=-1) - 1
-    return _encode_planes(gaps.view(np.uint64)) + _encode_planes(_zigzag(np.concatenate(words)))
+    return byte_planes.encode(gaps.view(np.uint64)) + byte_planes.encode(
+        zigzag(np.concatenate(words))
+    )
 
 
 def _decode_whole(record: Record, region: memoryview) -> Change:
-    dtype = _WORDS[numpy_dtype(record.dtype).itemsize]
+    dtype = words_dtype(record.dtype)
     if record.encoding is Encoding.FULL:
         if len(region) != record.nbytes:
             raise WireError(f"{record.name}: {len(region)} bytes for {record.nbytes}")
         return Change(Encoding.FULL, None, np.frombuffer(region, dtype))
-    words, rest = _decode_planes(region, record.elements, dtype)
+    words, rest = byte_planes.decode(region, record.elements, dtype)
     if rest:
         raise WireError(f"{record.name}: {len(rest)} bytes too many")
-    return Change(Encoding.DENSE, None, _unzigzag(words))
+    return Change(Encoding.DENSE, None, unzigzag(words))
 
 
 def _decode_sparse(
@@ -425,20 +283,20 @@ def _decode_sparse(
     for record in members:
         if not 0 <= record.changed <= record.elements:
             raise WireError(f"{record.name}: {record.changed} of {record.elements} changed")
-    dtype = _WORDS[numpy_dtype(first.dtype).itemsize]
+    dtype = words_dtype(first.dtype)
     count = sum(record.changed for record in members)
     elements = sum(record.elements for record in members)
-    gaps, rest = _decode_planes(region, count, np.dtype("<u8"))
-    zigzags, rest = _decode_planes(rest, count, dtype)
+    gaps, rest = byte_planes.decode(region, count, np.dtype("<u8"))
+    zigzags, rest = byte_planes.decode(rest, count, dtype)
     if rest:
         raise WireError(f"{first.name}: {len(rest)} bytes too many")
     if gaps.size and int(gaps.max()) >= elements:
         raise WireError(f"{first.name}: a gap of {gaps.max()} within {elements} elements")
     positions = np.cumsum(gaps.view(np.int64) + 1) - 1
-    words = _unzigzag(zigzags)
+    words = unzigzag(zigzags)
     start = done = 0
     for record in members:
-        if _WORDS[numpy_dtype(record.dtype).itemsize] != dtype:
+        if words_dtype(record.dtype) != dtype:
             raise WireError(f"{record.name}: shares a region with {first.name} of other width")
         end = done + record.changed
         inside = positions[done:end] - start
@@ -456,58 +314,3 @@ def _region(record: Record, view: memoryview) -> memoryview:
             f"{record.name}: bytes {record.offset} to {end} of a payload of {len(view)}"
         )
     return view[record.offset : end]
-
-
-# --- Byte planes
-
-# How many planes follow; then each with its length.
-_COUNT = struct.Struct("<B")
-_LENGTH = struct.Struct("<Q")
-
-
-def _zigzag(words: Words) -> Words:
-    """Small differences of either sign as small numbers: 0, -1, 1, -2, ... as 0, 1, 2, 3, ..."""
-    one, top = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
-    return (words << one) ^ (np.zeros_like(words) - (words >> top))
-
-
-def _unzigzag(words: Words) -> Words:
-    one = words.dtype.type(1)
-    return (words >> one) ^ (np.zeros_like(words) - (words & one))
-
-
-def _encode_planes(words: Words) -> bytes:
-    """The words' low bytes, then their second bytes, ..., under zstd; zero planes on top go."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    count = (int(words.max(initial=0)).bit_length() + 7) // 8
-    table = words.view(np.uint8).reshape(-1, words.itemsize)
-    parts = [_COUNT.pack(count)]
-    for plane in range(count):
-        packed = compressor.compress(table[:, plane].tobytes())
-        parts += [_LENGTH.pack(len(packed)), packed]
-    return b"".join(parts)
-
-
-def _decode_planes(
-    data: memoryview, elements: int, dtype: np.dtype[Any]
-) -> tuple[Words, memoryview]:
-    """`elements` words and what follows them."""
-    decompressor = zstandard.ZstdDecompressor()
-    try:
-        (count,) = _COUNT.unpack_from(data)
-        at = _COUNT.size
-        if count > dtype.itemsize:
-            raise WireError(f"{count} byte planes for words of {dtype.itemsize} bytes")
-        words = np.zeros(elements, dtype)
-        table = words.view(np.uint8).reshape(-1, dtype.itemsize)
-        for plane in range(count):
-            (length,) = _LENGTH.unpack_from(data, at)
-            at += _LENGTH.size
-            packed = data[at : at + length]
-            if zstandard.frame_content_size(packed) != elements:
-                raise WireError("a byte plane of another length than its elements")
-            table[:, plane] = np.frombuffer(decompressor.decompress(packed), np.uint8)
-            at += length
-    except (struct.error, zstandard.ZstdError) as error:
-        raise WireError(f"damaged byte planes: {error}") from error
-    return words, data[at:]

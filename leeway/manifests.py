@@ -15,8 +15,8 @@ import numpy.typing as npt
 import xxhash
 from google.protobuf.message import DecodeError
 
-from leeway.deltas import Encoding, Record, numpy_dtype, policy_digest
 from leeway.errors import WireError
+from leeway.tensors import Encoding, Record, numpy_dtype, policy_digest
 from leeway.v1 import weights_pb2 as pb
 
 

@@ -16,9 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from leeway import deltas
-from leeway.deltas import Change, Encoding, Positions, Record, Tensor
+from leeway.deltas import Change, Positions
 from leeway.errors import WireError
 from leeway.manifests import Manifest
+from leeway.tensors import (
+    Encoding,
+    Record,
+    Tensor,
+    aligned,
+    describe,
+    digest_of,
+    dtype_name,
+    lay_out,
+    numpy_dtype,
+    policy_digest,
+    words_of,
+)
 from rollout_service.engines.base import ChangedElements, Update
 
 # Where a larger share of a tensor changes, to copy it whole is faster than to scatter into it.
@@ -39,10 +52,8 @@ class HostCopy:
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the tensors that the engine has loaded, which nobody else may write."""
-        records = deltas.describe(tensors)
-        self._hold(
-            dict(tensors), {r.name: r.digest for r in records}, deltas.policy_digest(records)
-        )
+        records = describe(tensors)
+        self._hold(dict(tensors), {r.name: r.digest for r in records}, policy_digest(records))
         self.loaded()
 
     def lacking(self) -> dict[str, Update]:
@@ -67,11 +78,11 @@ class HostCopy:
     def whole(self, manifest: Manifest) -> tuple[Manifest, npt.NDArray[np.uint8]]:
         """A copy of what is held, as full weights under the manifest that led to it."""
         assert manifest.digest == self.digest
-        records = deltas.lay_out(manifest.records)
-        length = deltas.aligned(records[-1].offset + records[-1].length)
+        records = lay_out(manifest.records)
+        length = aligned(records[-1].offset + records[-1].length)
         payload = np.zeros(length, dtype=np.uint8)
         for record in records:
-            words = deltas.words_of(self._tensors[record.name])
+            words = words_of(self._tensors[record.name])
             payload[record.offset : record.offset + record.length] = words.view(np.uint8)
         full = replace(manifest, base_digest="", records=records, payload_length=length)
         return full, payload
@@ -103,7 +114,7 @@ class HostCopy:
                 raise WireError(f"{record.name}: not whole in a manifest of full weights")
             if end > payload.size:
                 raise WireError(f"{record.name}: ends at {end} of {payload.size} bytes")
-            flat = payload[record.offset : end].view(deltas.numpy_dtype(record.dtype))
+            flat = payload[record.offset : end].view(numpy_dtype(record.dtype))
             tensors[record.name] = flat.reshape(record.shape)
             self._verify(record, tensors[record.name])
         self._moved = {}
@@ -118,7 +129,7 @@ class HostCopy:
         for record, change in changes:
             if change.encoding is Encoding.FULL:
                 assert change.words is not None
-                flat = change.words.copy().view(deltas.numpy_dtype(record.dtype))
+                flat = change.words.copy().view(numpy_dtype(record.dtype))
                 held[record.name] = flat.reshape(record.shape)
             else:
                 deltas.apply(change, held[record.name])
@@ -140,14 +151,14 @@ class HostCopy:
         if (
             tensor is None
             or tensor.shape != record.shape
-            or deltas.dtype_name(tensor.dtype) != record.dtype
+            or dtype_name(tensor.dtype) != record.dtype
         ):
             raise WireError(f"{record.name}: a change of a tensor that is not held so")
         if record.encoding is Encoding.SAME and self._digests[record.name] != record.digest:
             raise WireError(f"{record.name}: said to be the same, with another digest")
 
     def _verify(self, record: Record, tensor: Tensor) -> None:
-        digest = deltas.digest_of(tensor)
+        digest = digest_of(tensor)
         if digest != record.digest:
             raise WireError(f"{record.name}: digest {digest} instead of {record.digest}")
 

@@ -24,10 +24,10 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from leeway import rpc
 from leeway.config import UpdateMode, WeightsConfig
-from leeway.deltas import Tensor
 from leeway.errors import DeadlineError, InfrastructureError, LeewayError, WireError
 from leeway.manifests import Manifest
 from leeway.telemetry import Waits
+from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.engines.base import CanaryError, Engine

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from benchmarks import fleet
 from benchmarks.fleet import PROMPT, logprobs_of
-from leeway.deltas import Tensor
 from leeway.manifests import Canary
+from leeway.tensors import Tensor
 from trainer_service.weight_broadcast import WeightPublisher
 
 DEADLINE = 30.0

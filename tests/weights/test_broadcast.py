@@ -12,8 +12,8 @@ import structlog
 from support import DEADLINE, Trainer, publish, publisher, same
 
 from benchmarks.fleet import OPEN, MemoryEngine, node
-from leeway.deltas import Tensor
 from leeway.errors import LeewayError
+from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from rollout_service.engines.base import CanaryError
 from trainer_service.weight_broadcast import WeightPublisher

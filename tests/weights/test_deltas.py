@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from support import Trainer
 
 from leeway import deltas
-from leeway.deltas import Change, Delta, Encoding, Tensor
+from leeway.deltas import Change, Delta
 from leeway.errors import WireError
+from leeway.tensors import Encoding, Tensor, describe, digest_of, numpy_dtype, words_of
 
 DTYPES = ["<u2", "<f2", "<f4", "<f8", "i1", "<i2", "<i4", "<i8", "u1", "<u4", "<u8", "?"]
 
@@ -40,7 +41,7 @@ def policies(draw: st.DrawFn) -> list[dict[str, Tensor]]:
             row[f"t{index}"] = tensor.copy()
             kind = draw(st.sampled_from(["same", "some", "few", "all", "other"]))
             share = {"same": 0.0, "few": 0.02, "some": 0.3, "all": 1.0, "other": 0.0}[kind]
-            words = deltas.words_of(tensor)
+            words = words_of(tensor)
             hit = random.random(words.size) < share
             # A bool's byte is 0 or 1.
             bound = 1 if tensor.dtype == np.bool_ else 1 << (8 * words.itemsize - 1)
@@ -54,7 +55,7 @@ def policies(draw: st.DrawFn) -> list[dict[str, Tensor]]:
 
 def encode(base: dict[str, Tensor], new: dict[str, Tensor]) -> Delta:
     return deltas.pack(
-        [(r, deltas.difference(base.get(r.name), new[r.name])) for r in deltas.describe(new)]
+        [(r, deltas.difference(base.get(r.name), new[r.name])) for r in describe(new)]
     )
 
 
@@ -63,7 +64,7 @@ def decode(base: dict[str, Tensor], delta: Delta) -> dict[str, Tensor]:
     for record, change in deltas.unpack(delta.records, delta.payload):
         if change.encoding is Encoding.FULL:
             assert change.words is not None
-            dtype = deltas.numpy_dtype(record.dtype)
+            dtype = numpy_dtype(record.dtype)
             held[record.name] = change.words.copy().view(dtype).reshape(record.shape)
         else:
             deltas.apply(change, held[record.name])
@@ -71,9 +72,7 @@ def decode(base: dict[str, Tensor], delta: Delta) -> dict[str, Tensor]:
 
 
 def agree(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return {n: deltas.digest_of(t) for n, t in left.items()} == {
-        n: deltas.digest_of(t) for n, t in right.items()
-    }
+    return {n: digest_of(t) for n, t in left.items()} == {n: digest_of(t) for n, t in right.items()}
 
 
 @given(policies())
@@ -82,7 +81,7 @@ def test_any_bits_come_back(rows: list[dict[str, Tensor]]) -> None:
     delta = encode(base, new)
     assert agree(decode(base, delta), new)
     for record in delta.records:
-        same = np.array_equal(deltas.words_of(base[record.name]), deltas.words_of(new[record.name]))
+        same = np.array_equal(words_of(base[record.name]), words_of(new[record.name]))
         if base[record.name].dtype == new[record.name].dtype and same:
             assert record.encoding is Encoding.SAME or base[record.name].shape != record.shape
 
@@ -91,7 +90,7 @@ def test_any_bits_come_back(rows: list[dict[str, Tensor]]) -> None:
 def test_two_deltas_in_a_row_are_their_sum(rows: list[dict[str, Tensor]]) -> None:
     first, second, third = rows
     changes = []
-    for record in deltas.describe(third):
+    for record in describe(third):
         name = record.name
         one = deltas.difference(first[name], second[name])
         two = deltas.difference(second[name], third[name])
@@ -117,7 +116,7 @@ def test_damage_is_an_error_or_another_digest(
         return
     # Some bits of a frame's header carry nothing; otherwise the digest gives the damage away.
     digests = {record.name: record.digest for record in delta.records}
-    wrong = [n for n, t in result.items() if deltas.digest_of(t) != digests[n]]
+    wrong = [n for n, t in result.items() if digest_of(t) != digests[n]]
     assert wrong or agree(result, new)
 
 

@@ -13,8 +13,8 @@ from support import DEADLINE, Trainer, publish, publisher, same
 
 from benchmarks.fleet import OPEN, Gate, MemoryEngine, node, serving
 from leeway import rpc
-from leeway.deltas import Tensor
 from leeway.manifests import Canary
+from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from rollout_service import fetching, receiver
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from support import Trainer, same
 
 from leeway import deltas
-from leeway.deltas import Tensor
 from leeway.manifests import Manifest
+from leeway.tensors import Tensor, aligned, describe, lay_out, policy_digest, words_of
 from rollout_service.engines.base import ChangedElements
 from rollout_service.host_copy import HostCopy
 
@@ -18,18 +18,18 @@ STEPS = st.lists(st.sampled_from([0.0, 1e-6, 3e-6, 1e-2]), min_size=1, max_size=
 
 
 def manifest(base: dict[str, Tensor] | None, new: dict[str, Tensor]) -> tuple[Manifest, bytes]:
-    records = deltas.describe(new)
+    records = describe(new)
     held = base or {}
     delta = deltas.pack([(r, deltas.difference(held.get(r.name), new[r.name])) for r in records])
     payload = delta.payload
     if base is None:
-        records = deltas.lay_out(records)
-        whole = bytearray(deltas.aligned(records[-1].offset + records[-1].length))
+        records = lay_out(records)
+        whole = bytearray(aligned(records[-1].offset + records[-1].length))
         for r in records:
-            whole[r.offset : r.offset + r.length] = deltas.words_of(new[r.name]).tobytes()
+            whole[r.offset : r.offset + r.length] = words_of(new[r.name]).tobytes()
         payload = bytes(whole)
-    base_digest = deltas.policy_digest(deltas.describe(base)) if base is not None else ""
-    digest = deltas.policy_digest(records)
+    base_digest = policy_digest(describe(base)) if base is not None else ""
+    digest = policy_digest(records)
     packed = records if base is None else delta.records
     return Manifest("run", 1, 1, base_digest, packed, len(payload), digest), payload
 

@@ -12,8 +12,8 @@ from support import DEADLINE, bf16, publisher
 from transformers import AutoModelForCausalLM
 
 from benchmarks.fleet import node
-from leeway.deltas import Tensor
 from leeway.manifests import Canary
+from leeway.tensors import Tensor
 from rollout_service.engines.torch_engine import TorchEngine
 from tests import tiny
 

@@ -25,9 +25,9 @@ import structlog
 from prometheus_client import Counter, Gauge, Histogram
 
 from leeway.config import SecurityConfig, TelemetryConfig, WeightsConfig
-from leeway.deltas import Tensor
 from leeway.errors import DeadlineError, InfrastructureError
 from leeway.manifests import Canary
+from leeway.tensors import Tensor
 from trainer_service.weight_broadcast import snapshots
 from trainer_service.weight_broadcast.snapshots import SLOTS, Snapshot
 

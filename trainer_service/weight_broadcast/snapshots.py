@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from leeway.deltas import Tensor, aligned, dtype_name, numpy_dtype, words_of
 from leeway.manifests import Canary
+from leeway.tensors import Tensor, aligned, dtype_name, numpy_dtype, words_of
 
 # The broadcasting process holds the newest snapshot, the one it encodes, and the anchor that late
 # joiners load; the trainer writes into the fourth.

@@ -19,8 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from leeway import deltas
-from leeway.deltas import Change, Delta, Encoding, Record, Tensor
+from leeway.deltas import Change, Delta
 from leeway.manifests import Canary, Manifest, seal
+from leeway.tensors import Encoding, Record, Tensor, digest_of, policy_digest
 from leeway.v1 import weights_pb2 as pb
 from trainer_service.weight_broadcast.snapshots import SlotReader, Snapshot
 
@@ -142,7 +143,7 @@ class PolicyStore:
                 offset=placed.offset,
                 length=tensor.nbytes,
                 changed=0,
-                digest=known[placed.name] if same else deltas.digest_of(tensor),
+                digest=known[placed.name] if same else digest_of(tensor),
             )
             changes.append((record, change))
         records = tuple(record for record, _ in changes)
@@ -152,7 +153,7 @@ class PolicyStore:
             tensors=tensors,
             payload=payload,
             records=records,
-            digest=deltas.policy_digest(records),
+            digest=policy_digest(records),
             canary=snapshot.canary,
         )
         if base is None or base.digest == policy.digest:
