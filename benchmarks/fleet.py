@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -63,6 +63,9 @@ class MemoryEngine:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
         raise NotImplementedError
+
+    def progress(self, request_ids: Collection[str]) -> int:
+        return 0
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         raise NotImplementedError

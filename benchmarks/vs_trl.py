@@ -104,7 +104,7 @@ def trl_process(file: Path, out: Path) -> None:
     from leeway import models
     from leeway.tasks import Sampler, open_source
     from rollout_service.rewards.pool import DEFAULT_REWARD
-    from rollout_service.rewards.worker import Reward
+    from rollout_service.sandbox.reward import RewardHost
 
     config = configuration.load(file)
     steps = config.trainer.steps
@@ -116,11 +116,13 @@ def trl_process(file: Path, out: Path) -> None:
             "columns": [json.dumps(row) for row in columns],
         }
     )
-    score = Reward(config.task.reward or DEFAULT_REWARD)
+    host = RewardHost(config.task.reward or DEFAULT_REWARD)
 
     def reward(completions: list[Any], columns: list[str], **_: Any) -> list[float]:
         return [
-            score(completion[0]["content"], json.loads(row))
+            host.answer({"completion": completion[0]["content"], "columns": json.loads(row)})[
+                "value"
+            ]
             for completion, row in zip(completions, columns, strict=True)
         ]
 
