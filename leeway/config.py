@@ -264,7 +264,7 @@ class EngineConfig(Section):
 
 class RolloutConfig(Section):
     nodes: PositiveInt = 1
-    """How many nodes `leeway up` starts."""
+    """How many nodes `leeway up` starts; with a budget of 0, each takes its share of a batch."""
     concurrency: PositiveInt = 64
     """Sequences that a node generates at once, or sessions that it has open."""
     update_mode: UpdateMode = UpdateMode.IN_PLACE

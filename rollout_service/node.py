@@ -131,15 +131,16 @@ class RolloutNode:
     async def _room(self) -> int:
         """Waits until another group fits, and says how many do.
 
-        With a budget of 0 the node leases only when idle: then a batch is one call to the engine,
-        and the run is reproducible bit by bit.
+        With a budget of 0 the node leases only when idle, and its share of a batch: then that is
+        one call to the engine, and the run of a single node is reproducible bit by bit.
         """
-        size = self._config.queued_group_size
+        size, batch = self._config.queued_group_size, self._config.queued_batch_groups
+        in_step = self._config.staleness.first_budget == 0
         while True:
             room = (self._config.rollout.concurrency - self._unfinished) // size
             if self._unfinished == 0 and not self._running:
-                return max(room, self._config.queued_batch_groups)
-            if room >= 1 and self._config.staleness.first_budget > 0:
+                return -(-batch // self._config.rollout.nodes) if in_step else max(room, batch)
+            if room >= 1 and not in_step:
                 return room
             self._changed.clear()
             await self._changed.wait()

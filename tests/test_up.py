@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,6 +142,20 @@ def test_a_run_finishes_and_leaves_what_it_promises(run: Run) -> None:
     again = run.start()
     assert again.wait(SECONDS) != 0
     assert "finished run" in run.output.read_text()
+
+
+@pytest.mark.slow
+def test_nodes_share_each_batch_when_they_go_in_step(run: Run) -> None:
+    process = run.start("staleness.budget=0", "rollout.nodes=2", "telemetry.spans=true")
+    assert process.wait(SECONDS) == 0, run.said()
+    spans = [
+        (file.stem, json.loads(line)["name"])
+        for file in run.path.glob("spans-node-*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
+    generated = Counter(node for node, name in spans if name == "generate")
+    # Which node asks first is open; a batch is too large for one of them.
+    assert len(generated) == 2 and generated.total() > len(run.steps()) + 2
 
 
 @pytest.mark.slow
