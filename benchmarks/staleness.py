@@ -40,7 +40,7 @@ from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
-from trainer_service.batching import StepPlan
+from trainer_service.packed import StepPlan
 
 ETAS = (0, 8, 32, 1, 4, 64)
 SEEDS = (0, 1, 2, 3, 4)

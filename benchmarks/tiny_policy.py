@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import PackedBatch
 
 LETTERS, WORD = 26, 5
 SEPARATOR, END = 26, 27

@@ -32,6 +32,7 @@ class Baseline(StrEnum):
 
     GROUP = "group"
     LEAVE_ONE_OUT = "leave_one_out"
+    CRITIC = "critic"
     NONE = "none"
 
 
@@ -43,16 +44,36 @@ class Normalise(StrEnum):
     NONE = "none"
 
 
+class GaeStep(StrEnum):
+    """What a critic gives a value to."""
+
+    TOKEN = "token"
+    TURN = "turn"
+
+
+class GaeConfig(Section):
+    """Generalised advantages, with `baseline: critic`."""
+
+    step: GaeStep = GaeStep.TOKEN
+    """`turn`: each sampled answer of a conversation is one step."""
+    discount: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """What a step's reward counts for the step before it."""
+    lam: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
+    """1: rewards as they came, less the critic's value; smaller trusts the critic more."""
+
+
 class AdvantageConfig(Section):
     """From rewards to advantages. The default is GRPO's."""
 
     baseline: Baseline = Baseline.GROUP
-    """`group`: the group's mean. `leave_one_out`: the mean of the others in the group."""
+    """`group`: the group's mean. `leave_one_out`: the mean of the others in the group. `critic`:
+    the value that a model of its own learns (PPO); see `gae` and `trainer.critic`."""
     normalise: Normalise = Normalise.GROUP
     """`group`: divide by the group's standard deviation. `batch`: whiten over the trained tokens of
     the optimizer step."""
     turn_discount: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """What a reward counts for the turn before it, when trajectories bring rewards by turn."""
+    gae: GaeConfig = GaeConfig()
     overlong_tokens: NonNegativeInt = 0
     """Answers lose up to `overlong_penalty` over the last so many tokens before
     sampling.max_new_tokens; 0 turns it off."""
@@ -63,14 +84,32 @@ class AdvantageConfig(Section):
     @property
     def relative_to_group(self) -> bool:
         """Whether the answers to a prompt are compared with each other."""
-        return self.baseline is not Baseline.NONE
+        return self.baseline in (Baseline.GROUP, Baseline.LEAVE_ONE_OUT)
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.baseline is Baseline.CRITIC
 
     @model_validator(mode="after")
     def _spread_needs_a_centre(self) -> AdvantageConfig:
-        if self.baseline is Baseline.NONE and self.normalise is Normalise.GROUP:
+        if not self.relative_to_group and self.normalise is Normalise.GROUP:
             raise ValueError(
-                "normalise = group with baseline = none divides by the group's deviation from a "
-                "mean that was not subtracted; use baseline=group, or normalise=batch or none"
+                f"normalise = group with baseline = {self.baseline} divides by the group's "
+                "deviation from a mean that was not subtracted; use baseline=group, or "
+                "normalise=batch or none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_discount(self) -> AdvantageConfig:
+        if self.needs_critic and self.turn_discount != 1.0:
+            raise ValueError(
+                f"turn_discount = {self.turn_discount} with baseline = critic: steps are "
+                "discounted by gae.discount; use that, with gae.step=turn"
+            )
+        if not self.needs_critic and self.gae != GaeConfig():
+            raise ValueError(
+                f"gae with baseline = {self.baseline} would not be used; use baseline=critic"
             )
         return self
 

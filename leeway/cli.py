@@ -81,6 +81,7 @@ def up(
     A run that was interrupted goes on from its last checkpoint.
     """
     config = configuration.load(path, overrides or ())
+    config.task.check_scored()
     run = config.run.path
     if fresh and run.exists():
         shutil.rmtree(run)

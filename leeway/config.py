@@ -122,12 +122,19 @@ class TaskConfig(Section):
         given = sum(way is not None for way in ways)
         if given > 1:
             raise ValueError("give one of task.reward, task.environment and task.agent")
-        if self.jsonl is not None and given == 0:
-            raise ValueError(
+        return self
+
+    def check_scored(self) -> None:
+        """What a run with rollouts needs beyond one that learns from written answers.
+
+        Raises:
+            ConfigError: Nothing would score an answer.
+        """
+        if self.jsonl is not None and (self.reward or self.environment or self.agent) is None:
+            raise ConfigError(
                 "task.jsonl needs task.reward, e.g. my_rewards.py:reward, or task.environment or "
                 "task.agent"
             )
-        return self
 
 
 class SamplingConfig(Section):
@@ -275,6 +282,19 @@ class RolloutConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
 
 
+class CriticConfig(Section):
+    """The critic of `algorithm.advantage.baseline: critic`: a model of its own, of as many tokens
+    as the policy, with a value head. All its weights are trained, as the trainer's other settings
+    say."""
+
+    model: str | None = None
+    """A model directory or name, or a reward model's: a head of one label is kept. By default the
+    model that training begins with; a new head says 0."""
+    lr: PositiveFloat = 1e-5
+    value_clip: PositiveFloat = 0.5
+    """A value counts as moved by at most so much in one batch."""
+
+
 class TrainerConfig(Section):
     steps: PositiveInt = 100
     """Batches to train on."""
@@ -315,6 +335,7 @@ class TrainerConfig(Section):
     """`merged`: nodes get the sums of weights and adapters, rounded to bf16; any engine will do.
     `adapters`: they get the adapters alone, which are small, and add them as the trainer does; for
     the torch engine."""
+    critic: CriticConfig = CriticConfig()
     dpo_beta: PositiveFloat = 0.1
     """`leeway dpo`: how far from the reference a preference may pull; larger stays nearer."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -336,6 +357,21 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"reference = {self.reference!r} with algorithm.kl.coefficient = 0 would not be "
                 "used; give algorithm.kl.coefficient"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_where_one_can_be(self) -> TrainerConfig:
+        if not self.algorithm.advantage.needs_critic:
+            if self.critic != CriticConfig():
+                raise ValueError(
+                    "critic would not be used with algorithm.advantage.baseline = "
+                    f"{self.algorithm.advantage.baseline}; use baseline=critic, normalise=batch"
+                )
+        elif self.backend == "megatron":
+            raise ValueError(
+                "algorithm.advantage.baseline = critic with backend = megatron: value heads are "
+                "the torch backend's; use backend=torch, or a baseline without a critic"
             )
         return self
 

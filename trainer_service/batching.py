@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,85 +26,19 @@ import numpy.typing as npt
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling, Trajectory
 from trainer_service.balance import ONE_RANK, Size, Spread, bins
-
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-
-ROOT = -1
-"""Parent of a segment that continues no other."""
+from trainer_service.packed import (
+    ROOT,
+    Float32Array,
+    Float64Array,
+    Int64Array,
+    PackedBatch,
+    Segment,
+    StepPlan,
+)
 
 SHARED_TOKENS = 8
 """A common beginning becomes a segment of its own when that saves so many tokens: attention is then
 called once more in every layer, which costs a small model as much as one or two tokens."""
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of a micro-batch, and the index of the segment that they continue."""
-
-    start: int
-    length: int
-    parent: int = ROOT
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedBatch:
-    """One micro-batch: T packed tokens, of which n predictions are trained.
-
-    Attributes:
-        token_ids: int64 [T].
-        positions: int64 [T]; a segment's go on from its parent's.
-        segments: They cover the T tokens in order; a parent comes before its children.
-        rows: int64 [r], where in the T tokens the hidden states lie that predict trained tokens,
-            each once.
-        temperatures: float32 [r], at which the tokens after each were sampled.
-        predictions: int64 [n], which of the r predicts each trained token.
-        targets: int64 [n], the trained tokens.
-        behaviour: float32 [n], log-probabilities under the policy that generated them.
-        advantages: float32 [n].
-        weights: float32 [n], of each token's loss in the aggregated loss of the whole step.
-        versions: int64 [n], the policy version that generated each.
-        sequences: int64 [n], the trajectory's index in the step.
-        proximal: float32 [n], log-probabilities at the start of the batch. None when the batch is
-            one optimizer step: the forward pass of that very step then yields them.
-        reference: float32 [n], log-probabilities under the reference, when the loss has one.
-    """
-
-    token_ids: Int64Array
-    positions: Int64Array
-    segments: tuple[Segment, ...]
-    rows: Int64Array
-    temperatures: Float32Array
-    predictions: Int64Array
-    targets: Int64Array
-    behaviour: Float32Array
-    advantages: Float32Array
-    weights: Float32Array
-    versions: Int64Array
-    sequences: Int64Array
-    proximal: Float32Array | None = None
-    reference: Float32Array | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
-    """The micro-batches of one optimizer step, and what went into them.
-
-    Attributes:
-        microbatches: Empty when no trajectory can move the weights.
-        trajectories: All that have a trained token.
-        trained_tokens: All trained tokens, those of unpacked trajectories included.
-        packed_trajectories: Those that are computed.
-        packed_tokens: Tokens in all forward passes.
-        sequence_tokens: Prompt and response tokens of all trajectories, each counted by itself.
-    """
-
-    microbatches: tuple[PackedBatch, ...]
-    trajectories: int
-    trained_tokens: int
-    packed_trajectories: int
-    packed_tokens: int
-    sequence_tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,6 +94,41 @@ def listed(trajectory: Trajectory) -> npt.NDArray[np.intp]:
     return np.concatenate([branch.trained for branch in branches])
 
 
+def by_trajectory(
+    trajectories: Sequence[Trajectory],
+    batches: Sequence[PackedBatch],
+    scores: Sequence[Float32Array],
+) -> list[Float64Array]:
+    """For each trajectory float64 [trained], in the response's order.
+
+    Args:
+        batches: Of a step in which all trajectories are packed.
+        scores: For each micro-batch float32 [n].
+    """
+    found = [np.zeros(trajectory.trained_tokens) for trajectory in trajectories]
+    for batch, own in zip(batches, scores, strict=True):
+        for sequence in np.unique(batch.sequences):
+            places = _packed_places(trajectories[sequence])
+            found[sequence][places] = own[batch.sequences == sequence]
+    return found
+
+
+def by_token(
+    trajectories: Sequence[Trajectory], batch: PackedBatch, values: Sequence[Float64Array]
+) -> Float32Array:
+    """float32 [n]: the inverse of `by_trajectory`, for one micro-batch."""
+    found = np.zeros(batch.targets.size, dtype=np.float32)
+    for sequence in np.unique(batch.sequences):
+        places = _packed_places(trajectories[sequence])
+        found[batch.sequences == sequence] = values[sequence][places]
+    return found
+
+
+def _packed_places(trajectory: Trajectory) -> npt.NDArray[np.intp]:
+    """int [trained]: which of the response's trained tokens comes at each place of a batch."""
+    return np.searchsorted(np.flatnonzero(trajectory.loss_mask), listed(trajectory))
+
+
 def _order(member: _Member) -> tuple[bytes, int]:
     """Big-endian bytes sort as the tokens do, and a beginning before what continues it."""
     return member.inputs.astype(">i4").tobytes(), member.sequence
@@ -193,6 +161,8 @@ def pack(
     weights: Float64Array,
     microbatch_tokens: int,
     spread: Spread = ONE_RANK,
+    *,
+    whole_groups: bool = False,
 ) -> StepPlan:
     """Packs the groups of one optimizer step.
 
@@ -204,6 +174,7 @@ def pack(
         microbatch_tokens: Most tokens in a micro-batch. A single trajectory that is longer is
             packed alone.
         spread: The backend's.
+        whole_groups: A group stays in one micro-batch too, even where that is longer.
 
     Raises:
         DataError: The arrays do not list the groups' trajectories, or hold NaN or infinity.
@@ -229,12 +200,15 @@ def pack(
                 weight = float(weights[sequence])
                 members[-1].extend(_branches(trajectory, sequence, own, weight))
             sequence += 1
-    # No unit is more than a rank's share.
-    limit = microbatch_tokens
-    if spread.ranks > 1:
-        share = sum(_Unit(tuple(own)).tokens for own in members if own) // spread.ranks
-        limit = min(limit, max(1, share))
-    units = [unit for own in members for unit in _units(own, limit)]
+    if whole_groups:
+        units = [_Unit(tuple(own)) for own in members if own]
+    else:
+        # No unit is more than a rank's share.
+        limit = microbatch_tokens
+        if spread.ranks > 1:
+            share = sum(_Unit(tuple(own)).tokens for own in members if own) // spread.ranks
+            limit = min(limit, max(1, share))
+        units = [unit for own in members for unit in _units(own, limit)]
     held = bins([unit.size for unit in units], microbatch_tokens, spread)
     lengths = [trajectory.trained_tokens for trajectory in trajectories]
     microbatches = tuple(_microbatch([units[index] for index in own]) for own in held)

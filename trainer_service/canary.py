@@ -15,7 +15,7 @@ from leeway.config import WeightsConfig
 from leeway.errors import ConfigError
 from leeway.manifests import Canary
 from trainer_service.backends.base import Backend
-from trainer_service.batching import Int64Array, PackedBatch, Segment
+from trainer_service.packed import Int64Array, PackedBatch, Segment
 
 TEXT = (
     "The quick brown fox jumps over the lazy dog, rests in the shade of an old tree by the river, "
@@ -42,7 +42,7 @@ class CanaryText:
 
     def score(self, backend: Backend) -> Canary:
         """Under the weights that the backend holds now."""
-        (logprobs,) = backend.logprobs([self._batch])
+        (logprobs,) = backend.scores([self._batch])
         return Canary(self.token_ids.astype(np.int32), logprobs, self._tolerance)
 
 

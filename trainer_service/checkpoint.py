@@ -2,6 +2,7 @@
 
     checkpoints/step-000012/   weights*.safetensors    float32 masters
                                optimizer*.safetensors  a file of each for every rank that wrote
+                               critic/                 the same of a critic, where there is one
                                manifest.json           run, model, step, hash of every file, `extra`
                 LATEST                                 "step-000012"
                 PUBLISHED                              "14": nodes may hold this version
@@ -95,7 +96,12 @@ class Checkpoints:
         _remove(partial)
         partial.mkdir()
         write(partial)
-        files = {path.name: _describe(path) for path in sorted(partial.iterdir())}
+        paths = sorted(partial.rglob("*"))
+        files = {
+            path.relative_to(partial).as_posix(): _describe(path)
+            for path in paths
+            if path.is_file()
+        }
         manifest: dict[str, Any] = {
             **self._identity,
             "step": step,
@@ -103,7 +109,7 @@ class Checkpoints:
             "extra": dict(extra or {}),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (*partial.iterdir(), partial) if flush else ():
+        for path in (*paths, partial / MANIFEST, partial) if flush else ():
             _flush(path)
         final = self._directory / name
         _remove(final)

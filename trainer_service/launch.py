@@ -1,7 +1,7 @@
 """Which backend, on which ranks: what `trainer.backend` and `trainer.layout` ask for.
 
-One process trains on its own. Started by torchrun, its ranks share the model: the first one gets a
-`Backend` that makes the others follow, and they know nothing else of the run.
+One process trains on its own. Started by torchrun, its ranks share the models: the first one gets
+`Backend`s that make the others follow, and they know nothing else of the run.
 
     torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 -m leeway.cli trainer run.yaml
 """
@@ -15,11 +15,12 @@ from pathlib import Path
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from leeway.health import HEALTH
-from trainer_service.backends.base import Backend
 from trainer_service.backends.distributed import Leader, RankBackend, follow
 from trainer_service.backends.layout import Layout
 from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.backends.torch_model import ValueModel
 from trainer_service.backends.world import World, join, ranks
+from trainer_service.learners import Learners
 
 MARGIN_SECONDS = 900.0
 """What a rank waits for the leader's next command beyond the leader's own wait for a batch: time to
@@ -27,8 +28,10 @@ publish, evaluate and begin."""
 
 
 @contextmanager
-def backend(config: TrainerConfig, model: Path, reference: Path | None) -> Iterator[Backend | None]:
-    """The leader's backend; None on the other ranks, once it has let them go. All ranks enter.
+def learners(
+    config: TrainerConfig, model: Path, reference: Path | None = None, critic: Path | None = None
+) -> Iterator[Learners | None]:
+    """The leader's models; None on the other ranks, once it has let them go. All ranks enter.
 
     Raises:
         ConfigError: The layout does not fit the ranks or the model, or the backend is not
@@ -42,26 +45,42 @@ def backend(config: TrainerConfig, model: Path, reference: Path | None) -> Itera
             "use trainer.backend=megatron"
         )
     if config.backend == "torch" and layout.world == 1:
-        yield TorchBackend(model, config, reference=reference)
+        yield Learners(*_load(config, model, reference, critic))
         return
     with join(layout, config.batch_seconds + MARGIN_SECONDS) as world:
-        own = _on_rank(config, model, reference, world)
+        models = _load(config, model, reference, critic, world)
         if world.leads:
-            leader = Leader(own, world)
-            yield leader
+            leaders = Leader.of(models, world)
+            yield Learners(*leaders)
             # Not when it failed: ranks may be in the middle of a collective, and end with torchrun.
-            leader.end()
+            leaders[0].end()
         else:
             HEALTH.set_ready()
-            follow(own, world)
+            follow(models, world)
             yield None
 
 
-def _on_rank(
-    config: TrainerConfig, model: Path, reference: Path | None, world: World
+def _load(
+    config: TrainerConfig,
+    model: Path,
+    reference: Path | None,
+    critic: Path | None,
+    world: World | None = None,
+) -> list[RankBackend]:
+    """This rank's part of the policy and, where there is one, of the critic."""
+    if config.backend == "megatron":
+        assert world is not None
+        return [_megatron(model, config, world, reference)]
+    models: list[RankBackend] = [TorchBackend(model, config, world=world, reference=reference)]
+    if critic is not None:
+        own = config.model_copy(update={"lr": config.critic.lr, "lora_rank": 0})
+        models.append(TorchBackend(critic, own, world=world, kind=ValueModel))
+    return models
+
+
+def _megatron(
+    model: Path, config: TrainerConfig, world: World, reference: Path | None
 ) -> RankBackend:
-    if config.backend == "torch":
-        return TorchBackend(model, config, world=world, reference=reference)
     try:
         from trainer_service.backends.megatron.backend import MegatronBackend
     except ImportError as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,12 +35,13 @@ from leeway.telemetry import Spans
 from leeway.traces import TRACES
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
+from trainer_service.algorithms.critic import ValueLoss, mean_of
 from trainer_service.algorithms.diagnostics import engine_agrees
 from trainer_service.algorithms.objective import Objective
-from trainer_service.backends.base import Backend
-from trainer_service.batching import StepPlan
 from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints
+from trainer_service.learners import Learners
+from trainer_service.packed import StepPlan
 from trainer_service.record import Record, StepTimes
 from trainer_service.steps import plan_batch
 from trainer_service.weight_broadcast.publisher import WeightPublisher
@@ -78,6 +79,8 @@ class Learned:
     objectives: Sequence[Objective]
     grad_norm: float
     lr: float
+    critic: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the critic's steps, where there is one."""
 
 
 class Trainer:
@@ -86,7 +89,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        backend: Backend,
+        learners: Learners,
         sampler: Sampler,
         queue: TrainerQueue,
         start_publisher: Callable[[int], WeightPublisher],
@@ -97,7 +100,7 @@ class Trainer:
     ) -> None:
         """`start_publisher` is called once, with this life's incarnation."""
         self._config = config
-        self._backend = backend
+        self._learners = learners
         self._sampler = sampler
         self._queue = queue
         self._start_publisher = start_publisher
@@ -183,19 +186,28 @@ class Trainer:
         plans = plan_batch(
             groups,
             trainer,
-            self._backend,
+            self._learners.policy,
+            self._learners.critic,
             longest_answer=self._config.sampling.max_new_tokens,
         )
         version = self._position.version
+        policy, critic = self._learners.policy, self._learners.critic
         objectives = [Objective(trainer.algorithm, version, plan) for plan in plans]
+        of_critic: list[Mapping[str, float]] = []
         for plan, objective in zip(plans, objectives, strict=True):
-            self._backend.accumulate(plan.microbatches, objective)
+            policy.accumulate(plan.microbatches, objective)
             if not self._checked_engine and objective is objectives[0]:
                 self._checked_engine = engine_agrees(objective.metrics())
+            values = None if critic is None else ValueLoss(plan, trainer.critic.value_clip)
+            if critic is not None and values is not None:
+                critic.accumulate(plan.microbatches, values)
             with self._gate:
                 self._changed = True
-                result = self._backend.apply()
-        return Learned(plans, objectives, result.grad_norm, result.lr)
+                result = policy.apply()
+                if critic is not None and values is not None:
+                    norm = critic.apply().grad_norm
+                    of_critic.append({**values.metrics(), "critic_grad_norm": norm})
+        return Learned(plans, objectives, result.grad_norm, result.lr, mean_of(of_critic))
 
     # The queue -----------------------------------------------------------------------------------
 
@@ -280,7 +292,7 @@ class Trainer:
         """One handshake, fresh or resumed: after it weights, sampler and queue agree."""
         checkpoint = self._checkpoints.latest()
         if checkpoint is not None:
-            await self._compute(self._backend.load, checkpoint.path)
+            await self._compute(self._learners.load, checkpoint.path)
             self._position = Position(**checkpoint.extra)
             self._sampler.restore(self._position.sampler)
             self._saved_version = self._position.version
@@ -301,9 +313,9 @@ class Trainer:
         version = self._position.version
 
         def hand_over() -> None:
-            canary = self._canary.score(self._backend)
+            canary = self._canary.score(self._learners.policy)
             self._checkpoints.set_published(version)
-            self._publisher.publish(version, self._backend.weights(), canary)
+            self._publisher.publish(version, self._learners.policy.weights(), canary)
 
         await self._compute(hand_over)
 
@@ -316,7 +328,7 @@ class Trainer:
         extra = asdict(self._position)
         with self._spans.span("checkpoint"):
             await self._written()
-            write = await self._compute(self._backend.snapshot)
+            write = await self._compute(self._learners.snapshot)
         self._saved_version = version
         self._writing = asyncio.create_task(self._write(version, write, extra))
 
@@ -345,7 +357,7 @@ class Trainer:
             await asyncio.to_thread(
                 self._checkpoints.save,
                 self._position.version,
-                self._backend.save,
+                self._learners.save,
                 asdict(self._position),
                 flush=False,
             )

@@ -10,12 +10,13 @@ from transformers import AutoConfig
 
 from leeway import models, rpc
 from leeway.config import Config
+from leeway.errors import ConfigError
 from leeway.tasks import Sampler, open_source
 from leeway.telemetry import Spans
 from trainer_service import launch
-from trainer_service.backends.base import Backend
 from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
+from trainer_service.learners import Learners
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
 from trainer_service.weight_broadcast.publisher import WeightPublisher
@@ -36,14 +37,17 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
         reference = await asyncio.to_thread(
             models.resolve, config.trainer.reference or config.model.path
         )
+    critic = None
+    if config.trainer.algorithm.advantage.needs_critic:
+        critic = await asyncio.to_thread(_critic, config, model)
     with ExitStack() as stack:
-        opening = launch.backend(config.trainer, model, reference)
-        backend = await asyncio.to_thread(stack.enter_context, opening)
-        if backend is not None:
-            await _lead(config, model, backend, stop)
+        opening = launch.learners(config.trainer, model, reference, critic)
+        learners = await asyncio.to_thread(stack.enter_context, opening)
+        if learners is not None:
+            await _lead(config, model, learners, stop)
 
 
-async def _lead(config: Config, model: Path, backend: Backend, stop: asyncio.Event) -> None:
+async def _lead(config: Config, model: Path, learners: Learners, stop: asyncio.Event) -> None:
     run = config.run.path
     run.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(await asyncio.to_thread(open_source, config), config)
@@ -64,7 +68,7 @@ async def _lead(config: Config, model: Path, backend: Backend, stop: asyncio.Eve
 
     trainer = Trainer(
         config,
-        backend,
+        learners,
         sampler,
         TrainerQueue(channel, "trainer", await asyncio.to_thread(_vocabulary, model)),
         start_publisher,
@@ -88,6 +92,22 @@ async def _lead(config: Config, model: Path, backend: Backend, stop: asyncio.Eve
         record.close()
         spans.close()
         await channel.close()
+
+
+def _critic(config: Config, model: Path) -> Path:
+    """Where the critic's first weights lie.
+
+    Raises:
+        ConfigError: It knows other tokens than the policy.
+    """
+    critic = models.resolve(config.trainer.critic.model or config.model.path)
+    own, policy = _vocabulary(critic), _vocabulary(model)
+    if own != policy:
+        raise ConfigError(
+            f"trainer.critic.model = {config.trainer.critic.model!r}: it knows {own} tokens, the "
+            f"policy {policy}; use a model with the same tokenizer"
+        )
+    return critic
 
 
 def _vocabulary(model: Path) -> int:

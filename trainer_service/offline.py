@@ -25,11 +25,12 @@ from trainer_service import launch
 from trainer_service.algorithms.aggregation import token_weights
 from trainer_service.algorithms.preference import Preference, Supervised
 from trainer_service.backends.base import Backend
-from trainer_service.batching import StepPlan, pack
+from trainer_service.batching import pack
 from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 from trainer_service.demonstrations import Demonstrations
+from trainer_service.packed import StepPlan
 from trainer_service.record import Record
-from trainer_service.steps import with_reference, with_start
+from trainer_service.steps import with_reference
 
 log = structlog.get_logger(__name__)
 
@@ -57,9 +58,9 @@ async def serve(config: Config, lesson: Lesson, *, stop: asyncio.Event) -> None:
 def _serve(config: Config, lesson: Lesson, stopping: Callable[[], bool]) -> None:
     model = models.resolve(config.model.path)
     reference = model if lesson is Lesson.DPO else None
-    with launch.backend(config.trainer, model, reference) as backend:
-        if backend is not None:
-            _lead(config, lesson, model, backend, stopping)
+    with launch.learners(config.trainer, model, reference) as learners:
+        if learners is not None:
+            _lead(config, lesson, model, learners.policy, stopping)
 
 
 def _lead(
@@ -86,7 +87,7 @@ def _lead(
             written.group(source.train(number), COLUMNS[lesson], number)
             for number in range(first, first + trainer.batch_groups)
         ]
-        plan, loss = _step(groups, lesson, config, backend)
+        plan, loss = lesson_step(groups, lesson, config, backend)
         result = backend.step(plan.microbatches, loss)
         step += 1
         record.write(lesson, step=step, **loss.metrics(), grad_norm=result.grad_norm, lr=result.lr)
@@ -99,9 +100,10 @@ def _lead(
         log.info("finished", export=str(export))
 
 
-def _step(
+def lesson_step(
     groups: Sequence[Group], lesson: Lesson, config: Config, backend: Backend
 ) -> tuple[StepPlan, Supervised | Preference]:
+    """One optimizer step on the answers of some rows: what is computed, and its loss."""
     trainer = config.trainer
     budget, spread = trainer.microbatch_tokens, backend.spread
     lengths = [t.trained_tokens for group in groups for t in group.trajectories]
@@ -113,6 +115,5 @@ def _step(
         case Lesson.DPO:
             sides = np.tile([1.0, -1.0], len(groups))
             weights = np.full(len(lengths), 1.0 / len(groups))
-            plan = with_start(pack(groups, sides, weights, budget, spread), backend)
-            plan = with_reference(plan, backend)
-            return plan, Preference(plan, trainer.dpo_beta)
+            plan = pack(groups, sides, weights, budget, spread, whole_groups=True)
+            return with_reference(plan, backend), Preference(trainer.dpo_beta)

@@ -93,6 +93,7 @@ class Record:
             **{f"{part}_seconds": seconds for part, seconds in times.seconds.items()},
             grad_norm=learned.grad_norm,
             lr=learned.lr,
+            **learned.critic,
             **health,
             alerts=sorted(outside),
             tasks=[group.task.task_id for group in batch.groups],

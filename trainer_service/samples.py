@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from leeway.trajectory import Group, Trajectory
-from trainer_service.batching import PackedBatch, listed
+from trainer_service.batching import listed
+from trainer_service.packed import PackedBatch
 
 Scored = tuple[PackedBatch, npt.NDArray[np.float32]]
 

@@ -39,6 +39,7 @@ async def open_workflow(
         ConfigError: what the user wrote cannot be used.
     """
     task = config.task
+    task.check_scored()
     renderer = Renderer(tokenizer, engine.context_length, config.sampling.max_new_tokens)
     async with AsyncExitStack() as stack:
         if task.environment is None and task.agent is None:

@@ -38,7 +38,6 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ("queue.group_release=streaming", "compares the answers to a prompt"),
         ("trainer.lora_publish=adapters", "trainer.lora_rank = 0"),
         ("security.certificate=a.pem", "security.certificate and security.key belong together"),
-        ("task.reward=null", "task.jsonl needs task.reward"),
         ("run.name=a/b", "run.name = 'a/b'"),
         ("trainer", "write key=value"),
         ("model.path.x=1", "'path' is a value, not a section"),
@@ -55,6 +54,14 @@ def test_every_fault_is_listed_at_once() -> None:
         load(None, [*MINIMAL, "trainer.lr=0", "trainer.steps=0"], {})
     assert "trainer.lr" in str(caught.value)
     assert "trainer.steps" in str(caught.value)
+
+
+def test_only_a_run_with_rollouts_needs_a_reward() -> None:
+    load(None, MINIMAL, {}).task.check_scored()
+    unscored = load(None, [*MINIMAL, "task.reward=null"], {})
+    with pytest.raises(ConfigError, match=r"task\.jsonl needs task\.reward"):
+        unscored.task.check_scored()
+    load(None, [*MINIMAL, "task.reward=null", "task.agent=external"], {}).task.check_scored()
 
 
 def test_exactly_one_task_source() -> None:

@@ -34,7 +34,8 @@ from trainer_service.backends.layout import Layout
 from trainer_service.backends.sharding import local
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.backends.world import World, join
-from trainer_service.batching import PackedBatch, pack
+from trainer_service.batching import pack
+from trainer_service.packed import PackedBatch
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -176,7 +177,7 @@ def run(
     given = loss if world.leads else None
     for step in range(2):
         batches = microbatches(step)
-        scored = backend.logprobs(batches)
+        scored = backend.scores(batches)
         if step == 0:
             begun = scored
         losses: list[float] = []
@@ -214,7 +215,7 @@ def run(
         backend.load(before)
     backend.accumulate(microbatches(2), given)
     backend.apply()
-    frozen = backend.logprobs(microbatches(0), reference=True)
+    frozen = backend.scores(microbatches(0), reference=True)
     if world.leads:
         found["reference"] = max(
             float(np.abs(own - first).max()) for own, first in zip(frozen, begun, strict=True)

@@ -21,7 +21,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
 from trainer_service.algorithms.policy_loss import token_losses
 from trainer_service.algorithms.tokens import Sequences, log_ratio
-from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.packed import PackedBatch, StepPlan
 
 GARBAGE = [float("nan"), float("inf"), float("-inf"), -9999.0, 1e30]
 VERSION = 2

@@ -29,7 +29,7 @@ from trainer_service.algorithms.aggregation import token_weights
 from trainer_service.algorithms.diagnostics import alerts, engine_agrees
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step, reference_penalties
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import PackedBatch
 
 CENTRED = AdvantageConfig(normalise=Normalise.NONE)
 

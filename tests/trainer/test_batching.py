@@ -13,7 +13,8 @@ from trainer_cases import group, random_groups, trajectory
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling
 from trainer_service.balance import Spread
-from trainer_service.batching import ROOT, PackedBatch, Segment, StepPlan, pack
+from trainer_service.batching import pack
+from trainer_service.packed import ROOT, PackedBatch, Segment, StepPlan
 
 
 def packed(groups: list[Group], budget: int, *, zero: frozenset[int] = frozenset()) -> StepPlan:

@@ -27,9 +27,11 @@ from tests import tiny
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.preference import Preference, Supervised
 from trainer_service.backends.torch_backend import TorchBackend
-from trainer_service.batching import StepPlan, pack
+from trainer_service.balance import ONE_RANK, Spread
+from trainer_service.batching import pack
 from trainer_service.demonstrations import Demonstrations
 from trainer_service.offline import Lesson, serve
+from trainer_service.packed import PackedBatch
 from trainer_service.steps import plan_batch
 
 WORDS = string.ascii_lowercase
@@ -44,7 +46,6 @@ def configured(directory: Path, rows: list[dict[str, Any]], *overrides: str) -> 
             f"run.directory={directory / 'runs'}",
             f"model.path={model if model.exists() else tiny.build(model)}",
             f"task.jsonl={directory / 'rows.jsonl'}",
-            "task.reward=r.py:reward",
             "trainer.batch_groups=13",
             "trainer.lr=3e-3",
             *overrides,
@@ -102,38 +103,35 @@ def test_dpo_learns_to_prefer_the_chosen_answers(tmp_path: Path) -> None:
     assert curve[-1]["loss_mean"] < 0.3
 
 
-def filled(plan: StepPlan, *, proximal: float) -> StepPlan:
-    """A plan whose tokens all have the same log-probability; -1 under the reference."""
-    batches = [
-        replace(
-            batch,
-            proximal=np.full(batch.targets.size, proximal, dtype=np.float32),
-            reference=np.full(batch.targets.size, -1.0, dtype=np.float32),
-        )
-        for batch in plan.microbatches
-    ]
-    return replace(plan, microbatches=tuple(batches))
-
-
-def pairs_of(answers: list[tuple[list[int], list[int]]], budget: int) -> StepPlan:
-    """Chosen and rejected answers to the prompt 1, 2."""
+def pairs_of(
+    answers: list[tuple[list[int], list[int]]], budget: int, spread: Spread = ONE_RANK
+) -> list[PackedBatch]:
+    """Chosen and rejected answers to the prompt 1, 2; tokens have -1 under the reference."""
     groups = [
         group([trajectory([1, 2], answer, task=f"t{n}", index=i) for i, answer in enumerate(both)])
         for n, both in enumerate(answers)
     ]
     sides, weights = np.tile([1.0, -1.0], len(groups)), np.full(2 * len(groups), 1 / len(groups))
-    return pack(groups, sides, weights, budget)
+    plan = pack(groups, sides, weights, budget, spread, whole_groups=True)
+    return [
+        replace(batch, reference=np.full(batch.targets.size, -1.0, dtype=np.float32))
+        for batch in plan.microbatches
+    ]
 
 
-@pytest.mark.parametrize("budget", [1000, 12, 4])
-def test_preferences_by_hand_however_they_are_split(budget: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize(("budget", "count"), [(1000, 1), (12, 2), (1, 3)])
+def test_preferences_by_hand_however_the_pairs_are_split(
+    budget: int, count: int, ranks: int
+) -> None:
     """Every token gives 0.5 to the margin of its side."""
-    plan = pairs_of([([3, 4], [5]), ([6], [7, 8, 9]), ([3], [4])], budget)
-    assert (len(plan.microbatches) > 3) == (budget == 4)
-    plan = filled(plan, proximal=-0.5)
-    loss = Preference(plan, beta=2.0)
+    answers = [([3, 4], [5]), ([6], [7, 8, 9]), ([3], [4])]
+    batches = pairs_of(answers, budget, Spread(ranks))
+    assert len(batches) == count if ranks == 1 else len(batches) >= min(ranks, 3)
+    loss = Preference(beta=2.0)
     margins = [2.0 * 0.5 * (2 - 1), 2.0 * 0.5 * (1 - 3), 0.0]
-    for batch in plan.microbatches:
+    for batch in batches:
+        assert np.unique(batch.sequences).size == 2 * np.unique(batch.sequences // 2).size
         logprobs = torch.full((batch.targets.size,), -0.5, requires_grad=True)
         (gradient,) = torch.autograd.grad(loss(batch, logprobs, logprobs), logprobs)
         for sequence, own in zip(batch.sequences.tolist(), gradient.tolist(), strict=True):
@@ -147,30 +145,30 @@ def test_preferences_by_hand_however_they_are_split(budget: int) -> None:
 
 
 def test_the_gradient_of_a_preference_is_that_of_its_loss() -> None:
-    plan = filled(pairs_of([([2, 3], [2, 4, 5])], 99), proximal=-0.7)
-    (batch,) = plan.microbatches
+    (batch,) = pairs_of([([2, 3], [2, 4, 5])], 99)
     logprobs = torch.full((batch.targets.size,), -0.7, requires_grad=True)
     margin = (torch.from_numpy(batch.advantages) * (logprobs + 1.0)).sum()
     plain = -torch.nn.functional.logsigmoid(0.3 * margin)
-    ours = Preference(plan, beta=0.3)(batch, logprobs, logprobs)
+    ours = Preference(beta=0.3)(batch, logprobs, logprobs)
     torch.testing.assert_close(
         torch.autograd.grad(ours, logprobs), torch.autograd.grad(plain, logprobs)
     )
 
 
-def test_a_preference_needs_both_scores() -> None:
-    with pytest.raises(DataError, match="not scored"):
-        Preference(pairs_of([([2], [3])], 99), 0.1)
+def test_a_preference_needs_the_reference_and_both_answers() -> None:
+    (batch,) = pairs_of([([2], [3])], 99)
+    scores = torch.zeros(2)
+    with pytest.raises(DataError, match="reference"):
+        Preference(0.1)(replace(batch, reference=None), scores, scores)
+    with pytest.raises(DataError, match="different micro-batches"):
+        Preference(0.1)(replace(batch, sequences=np.array([0, 2])), scores, scores)
 
 
 @pytest.mark.parametrize("lesson", list(Lesson))
 def test_poisoned_tokens_are_selected_away(lesson: Lesson) -> None:
-    plan = filled(pairs_of([([3, 4], [5, 6])], 99), proximal=-1.0)
-    (batch,) = plan.microbatches
+    (batch,) = pairs_of([([3, 4], [5, 6])], 99)
     logprobs = torch.tensor([math.nan, -1.0, -1.0, -math.inf], requires_grad=True)
-    assert batch.proximal is not None
-    batch.proximal[0] = math.nan
-    loss = Supervised() if lesson is Lesson.SFT else Preference(plan, 0.1)
+    loss = Supervised() if lesson is Lesson.SFT else Preference(0.1)
     value = loss(batch, logprobs, logprobs)
     (gradient,) = torch.autograd.grad(value, logprobs)
     assert value.isfinite()

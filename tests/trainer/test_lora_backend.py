@@ -39,7 +39,7 @@ def test_fresh_adapters_change_nothing(family: str, tmp_path: Path) -> None:
     ours, theirs = published(adapted), published(plain)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for one, other in zip(adapted.logprobs(BATCHES), plain.logprobs(BATCHES), strict=True):
+    for one, other in zip(adapted.scores(BATCHES), plain.scores(BATCHES), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
@@ -57,7 +57,7 @@ def test_only_adapters_are_trained_and_what_is_published_is_the_policy(tmp_path:
     model.load_state_dict({name: values.float() for name, values in after.items()})
     model.save_pretrained(tmp_path / "merged")
     merged = TorchBackend(tmp_path / "merged", TrainerConfig())
-    for own, theirs in zip(backend.logprobs(BATCHES), merged.logprobs(BATCHES), strict=True):
+    for own, theirs in zip(backend.scores(BATCHES), merged.scores(BATCHES), strict=True):
         np.testing.assert_allclose(own, theirs, atol=2e-2)
         # The KL estimate that the engine check bounds by 0.01.
         ratio = theirs - own
@@ -117,7 +117,7 @@ async def test_adapters_that_are_published_alone_are_the_policy(tmp_path: Path) 
             assert backend.step(BATCHES, weighted).grad_norm > 0.0
             adapters = dict(backend.weights())
             assert all(".lora_" in name for name in adapters)
-            (logprobs,) = backend.logprobs([scored_whole(text.astype(np.int64))])
+            (logprobs,) = backend.scores([scored_whole(text.astype(np.int64))])
             # Raises CanaryError where the two disagree.
             canary = Canary(text, logprobs, tolerance=1e-4)
             await engine.swap(adapters, version, UpdateMode.IN_PLACE, canary)

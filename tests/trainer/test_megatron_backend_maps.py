@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from trainer_cases import random_groups
 
 from leeway.errors import ConfigError
-from trainer_service.backends.inputs import Inputs, decode, encode
+from trainer_service.backends.inputs import decode, encode
 from trainer_service.backends.megatron import context, names
 from trainer_service.backends.megatron.names import Heads, Join, Source
 from trainer_service.backends.packed_attention import attend
 from trainer_service.batching import pack
+from trainer_service.packed import Inputs
 
 HEADS = Heads(count=8, groups=4, width=3)
 SHAPES = {
@@ -83,7 +84,7 @@ def test_context_parallel_ranks_attend_as_one(seed: int, ranks: int) -> None:
     groups = random_groups(seed)
     count = sum(len(g.trajectories) for g in groups)
     (batch,) = pack(groups, np.ones(count), np.ones(count), 10_000).microbatches
-    row = Inputs.of(batch).filled(2 * ranks)
+    row = batch.filled(2 * ranks)
     size = row.token_ids.size
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, 1, 2, size, 4, generator=generator)
@@ -103,7 +104,7 @@ def test_inputs_travel_whole() -> None:
     groups = random_groups(3, temperature=0.7)
     count = sum(len(g.trajectories) for g in groups)
     batches = pack(groups, np.ones(count), np.ones(count), 60).microbatches
-    sent = [Inputs.of(batch) for batch in batches] + [Inputs.idle()]
+    sent = [*batches, Inputs.idle()]
     received = decode(encode(sent))
     assert len(received) == len(sent) == len(batches) + 1
     for one, other in zip(sent, received, strict=True):

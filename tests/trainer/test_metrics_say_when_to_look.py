@@ -14,9 +14,11 @@ from trainer_cases import group, trajectory
 from leeway.config import AlgorithmConfig
 from leeway.trajectory import Trajectory
 from leeway.versions import VersionSpan
+from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.diagnostics import ALERTS, TokenSums
 from trainer_service.algorithms.objective import Objective
 from trainer_service.loop import Learned
+from trainer_service.packed import StepPlan
 from trainer_service.record import Record, StepTimes
 from trajectory_queue.client import Batch, Untrained
 
@@ -50,6 +52,8 @@ def test_every_metric_of_the_loss_is_documented() -> None:
     for name in everything:
         assert f"`{name}`" in DOCS, name
     assert set(ALERTS) <= set(everything)
+    for name in (*ValueLoss(StepPlan((), 0, 0, 0, 0, 0), 0.5).metrics(), "critic_grad_norm"):
+        assert f"`{name}`" in DOCS, name
 
 
 def test_staleness_is_split_in_flight_and_in_queue(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ from trainer_service.backends.base import DivergedError
 from trainer_service.backends.optimizer import dithered
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.torch_backend import TorchBackend
-from trainer_service.batching import PackedBatch, pack
+from trainer_service.batching import pack
+from trainer_service.packed import PackedBatch
 
 CONFIG = TrainerConfig(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
@@ -90,7 +91,7 @@ def test_scores_and_gradients_are_those_of_a_padded_pass(
             own = torch.from_numpy(batch.sequences == sequence)
             torch.testing.assert_close(logprobs[own], expected[sequence], rtol=0, atol=1e-5)
             torch.testing.assert_close(entropy[own], expected_entropy[sequence], rtol=0, atol=1e-5)
-        (alone,) = backend.logprobs([batch])
+        (alone,) = backend.scores([batch])
         np.testing.assert_array_equal(alone, logprobs.detach().numpy())
     own_gradients = dict(backend._scores.model.named_parameters())
     for name, parameter in model.named_parameters():
@@ -201,7 +202,7 @@ def test_the_first_pass_yields_the_proximal_policy(tmp_path: Path) -> None:
     plan = plan_step(groups, algorithm, microbatch_tokens=50, longest_answer=12)
     own, given = TorchBackend(directory, CONFIG), TorchBackend(directory, CONFIG)
     own.step(plan.microbatches, Objective(algorithm, 0))
-    scored = zip(plan.microbatches, given.logprobs(plan.microbatches), strict=True)
+    scored = zip(plan.microbatches, given.scores(plan.microbatches), strict=True)
     given.step([replace(batch, proximal=p) for batch, p in scored], Objective(algorithm, 0))
     for name, master in own._optimizer.masters().items():
         assert torch.equal(master, given._optimizer.masters()[name])
@@ -214,7 +215,7 @@ def test_rewarded_answers_become_likelier(tmp_path: Path) -> None:
     for version in range(10):
         drawn = [trajectory([1, 2, 3], answer, index=i) for i, (answer, _) in enumerate(answers)]
         (probe,) = pack([group(drawn)], np.ones(2), np.ones(2), 100).microbatches
-        (now,) = backend.logprobs([probe])
+        (now,) = backend.scores([probe])
         if version == 0:
             first = now
         members = [
@@ -296,13 +297,13 @@ def test_the_reference_stays_as_it_was_loaded(tmp_path: Path) -> None:
     directory = tiny_model("llama-tied", tmp_path)
     backend = TorchBackend(directory, CONFIG, reference=directory)
     batches = batches_of(random_groups(3), 40)
-    before = backend.logprobs(batches)
+    before = backend.scores(batches)
     for _ in range(3):
         backend.step(batches, weighted)
     for old, new, frozen in zip(
-        before, backend.logprobs(batches), backend.logprobs(batches, reference=True), strict=True
+        before, backend.scores(batches), backend.scores(batches, reference=True), strict=True
     ):
         np.testing.assert_array_equal(old, frozen)
         assert np.abs(new - frozen).max() > 1e-3
     with pytest.raises(ConfigError, match="without a reference"):
-        TorchBackend(directory, CONFIG).logprobs(batches, reference=True)
+        TorchBackend(directory, CONFIG).scores(batches, reference=True)

@@ -28,7 +28,7 @@ from trainer_service.algorithms.diagnostics import TokenSums, token_sums
 from trainer_service.algorithms.kl import kl
 from trainer_service.algorithms.policy_loss import token_losses
 from trainer_service.algorithms.tokens import Sequences, log_ratio, select
-from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.packed import PackedBatch, StepPlan
 
 
 class Objective:

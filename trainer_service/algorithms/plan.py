@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,11 @@ from leeway.errors import DataError
 from leeway.trajectory import Group, Trajectory
 from trainer_service.algorithms.advantages import group_relative, overlong_penalty, whiten
 from trainer_service.algorithms.aggregation import token_weights
+from trainer_service.algorithms.critic import estimate
 from trainer_service.algorithms.kl import kl
 from trainer_service.balance import ONE_RANK, Spread
-from trainer_service.batching import PackedBatch, StepPlan, pack
-
-Float64Array = npt.NDArray[np.float64]
+from trainer_service.batching import by_token, pack
+from trainer_service.packed import Float64Array, PackedBatch, StepPlan
 
 TURN_REWARDS = "turn_rewards"
 """Extra of a trajectory, float [response]: what each turn earned, at one of its tokens."""
@@ -30,6 +31,7 @@ def plan_step(
     microbatch_tokens: int,
     longest_answer: int,
     penalties: npt.ArrayLike = 0.0,
+    values: Sequence[Float64Array] = (),
     spread: Spread = ONE_RANK,
 ) -> StepPlan:
     """Advantages and aggregation weights of the groups of one optimizer step, packed.
@@ -41,6 +43,8 @@ def plan_step(
         longest_answer: Divisor of the `constant` aggregation unless the configuration gives
             another, and the length that `overlong_tokens` looks at; sampling.max_new_tokens.
         penalties: float [trajectories], what comes off each reward; see `reference_penalties`.
+        values: With a critic: for each trajectory float64 [trained], of the state before each
+            trained token.
         spread: The backend's.
 
     Raises:
@@ -63,9 +67,17 @@ def plan_step(
         own = config.reward_coefficient * earned
         own[-1] -= penalty
         rewards.append(own)
-    sizes = [len(group.trajectories) for group in groups]
-    of_turns = group_relative(rewards, np.repeat(np.arange(len(groups)), sizes), config)
-    advantages = [own[places] for (places, _), own in zip(turns, of_turns, strict=True)]
+    returns: list[Float64Array] = []
+    if config.needs_critic:
+        estimates = [
+            estimate(own, value, places, config.gae)
+            for own, value, (places, _) in zip(rewards, values, turns, strict=True)
+        ]
+        advantages, returns = ([*of] for of in zip(*estimates, strict=True))
+    else:
+        sizes = [len(group.trajectories) for group in groups]
+        of_turns = group_relative(rewards, np.repeat(np.arange(len(groups)), sizes), config)
+        advantages = [own[places] for (places, _), own in zip(turns, of_turns, strict=True)]
     lengths = [values.size for values in advantages]
     if config.normalise is Normalise.BATCH and advantages:
         whole = whiten(np.concatenate(advantages))
@@ -75,7 +87,18 @@ def plan_step(
     )
     if not _moves_without_advantage(algorithm):
         weights = weights * np.array([bool(values.any()) for values in advantages])
-    return pack(groups, advantages, weights, microbatch_tokens, spread)
+    plan = pack(groups, advantages, weights, microbatch_tokens, spread)
+    if not config.needs_critic:
+        return plan
+    valued = tuple(
+        replace(
+            batch,
+            values=by_token(trajectories, batch, values),
+            returns=by_token(trajectories, batch, returns),
+        )
+        for batch in plan.microbatches
+    )
+    return replace(plan, microbatches=valued)
 
 
 def reference_penalties(
@@ -105,9 +128,9 @@ def reference_penalties(
 
 
 def _moves_without_advantage(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss has terms that a trajectory with an advantage of 0 takes part in."""
+    """Whether a loss has terms that a trajectory with an advantage of 0 takes part in."""
     in_loss = algorithm.needs_reference and algorithm.kl.place is not KlPlace.REWARD
-    return in_loss or algorithm.entropy_coefficient > 0.0
+    return in_loss or algorithm.entropy_coefficient > 0.0 or algorithm.advantage.needs_critic
 
 
 def _turns(trajectory: Trajectory) -> tuple[npt.NDArray[np.intp], Float64Array]:

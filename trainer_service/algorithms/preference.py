@@ -7,7 +7,6 @@ micro-batches does not matter, and a token without a finite log-probability is s
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from leeway.errors import DataError
-from trainer_service.algorithms.tokens import select
-from trainer_service.batching import PackedBatch, StepPlan
+from trainer_service.algorithms.tokens import Sequences, select
+from trainer_service.packed import PackedBatch
 
 
 class Supervised:
@@ -44,48 +43,42 @@ class Preference:
         loss = - mean over pairs of log sigmoid(beta (margin chosen - margin rejected))
 
     with margin = the sum over an answer's tokens of log pi_theta - log pi_ref. Trajectories 2k and
-    2k + 1 of a step are the answers of pair k; their advantages are 1 (chosen) and -1 (rejected),
-    and a token's weight is 1 / pairs.
-
-    A step is one update, so that its gradient is that of the step's start: eq. 8 there, each
-    token's log-probability times beta sigmoid(-difference), which is known beforehand. The answers
-    of a pair may thus lie in different micro-batches, and on different ranks.
+    2k + 1 of a step are the answers of pair k, in one micro-batch; their advantages are 1 (chosen)
+    and -1 (rejected), and a token's weight is 1 / pairs.
     """
 
-    def __init__(self, plan: StepPlan, beta: float) -> None:
-        """
-        Args:
-            plan: The step, with the log-probabilities at its start and the reference's.
-
-        Raises:
-            DataError: It lacks either.
-        """
+    def __init__(self, beta: float) -> None:
         self._beta = beta
-        pairs: dict[int, float] = defaultdict(float)
-        for batch in plan.microbatches:
-            if batch.proximal is None or batch.reference is None:
-                raise DataError("preference: the step was not scored by policy and reference")
-            margins = batch.advantages * (batch.proximal.astype(np.float64) - batch.reference)
-            for pair, margin in zip(batch.sequences // 2, margins, strict=True):
-                pairs[int(pair)] += float(margin) if np.isfinite(margin) else 0.0
-        self._differences = {pair: beta * margin for pair, margin in pairs.items()}
+        self._loss = self._margin = self._accuracy = 0.0
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        """A scalar with the loss's gradient."""
-        differences = [self._differences[int(pair)] for pair in batch.sequences // 2]
-        slopes = self._beta * torch.sigmoid(-torch.tensor(differences, dtype=logprobs.dtype))
-        weights = slopes.to(logprobs.device) * _tensor(batch.weights * batch.advantages, logprobs)
-        reference = _tensor(np.asarray(batch.reference), logprobs)
+        """The scalar loss.
+
+        Raises:
+            DataError: The batch was not scored by the reference, or one half of a pair is missing.
+        """
+        if batch.reference is None:
+            raise DataError("preference: the batch lacks the reference's log-probabilities")
+        reference = _tensor(batch.reference, logprobs)
+        sequences, sides = _tensor(batch.sequences, logprobs), _tensor(batch.advantages, logprobs)
+        if np.unique(batch.sequences).size != 2 * np.unique(batch.sequences // 2).size:
+            raise DataError("preference: the answers of a pair are in different micro-batches")
         valid = logprobs.detach().isfinite() & reference.isfinite()
-        return -(weights * select(valid, logprobs)).sum()
+        pairs = Sequences(sequences // 2, valid)
+        differences = self._beta * pairs.sum(sides * select(valid, logprobs - reference))
+        weights = pairs.mean(_tensor(batch.weights, logprobs))
+        loss = -(weights * torch.nn.functional.logsigmoid(differences)).sum()
+        self._loss += float(loss.detach())
+        self._margin += float((weights * differences.detach()).sum())
+        self._accuracy += float((weights * (differences.detach() > 0)).sum())
+        return loss
 
     def metrics(self) -> dict[str, float]:
         """loss_mean, margin_mean (the difference times beta) and accuracy_mean, over pairs."""
-        differences = np.array(list(self._differences.values()))
         return {
-            "loss_mean": float(np.logaddexp(0.0, -differences).mean()),
-            "margin_mean": float(differences.mean()),
-            "accuracy_mean": float((differences > 0).mean()),
+            "loss_mean": self._loss,
+            "margin_mean": self._margin,
+            "accuracy_mean": self._accuracy,
         }
 
 

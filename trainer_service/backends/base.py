@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from leeway.errors import LeewayError
 from trainer_service.balance import ONE_RANK, Spread
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import PackedBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,13 +29,14 @@ class DivergedError(LeewayError):
 class Loss(Protocol):
     """A loss over one micro-batch's trained tokens."""
 
-    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor, /) -> Tensor:
         """A scalar, differentiable in its arguments; micro-batches' losses add up to the step's.
 
         Args:
             logprobs: float32 [n], of the trained tokens at their sampling temperature, with
-                gradient.
+                gradient. A critic's values.
             entropy: float32 [n], of the distributions they were drawn from, in nats, with gradient.
+                A critic's is 0.
         """
         ...
 
@@ -55,7 +56,7 @@ class StepResult:
 
 
 class Backend(Protocol):
-    """A model with its optimizer.
+    """A model with its optimizer: a policy, or a critic, of which `weights` are not asked for.
 
     A model that lies on several ranks has one backend on each, and all call the same methods in the
     same order. What they are given and return counts on the leading rank: it talks to the queue,
@@ -72,11 +73,12 @@ class Backend(Protocol):
         """Longest prompt and answer in tokens that the model's positions allow."""
         ...
 
-    def logprobs(
+    def scores(
         self, batches: Sequence[PackedBatch], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]:
         """For each float32 [n]: log-probabilities of the trained tokens under the current weights,
-        or under those of the frozen reference that the backend was given."""
+        or under those of the frozen reference that the backend was given. A critic's scores are
+        values, of the state before each token."""
         ...
 
     def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:

@@ -1,15 +1,15 @@
 """One rank leads, the others follow: it makes every rank call the same method of its backend.
 
-A command is a number and, for work on micro-batches, their inputs; it travels over the control
-group. What must hold: the leader's commands are one at a time, whichever thread gives them, so that
-collectives never cross.
+A command is a number, which of the models it is for and, for work on micro-batches, their inputs;
+it travels over the control group. What must hold: the leader's commands are one at a time,
+whichever thread gives them, so that collectives never cross.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from enum import IntEnum, auto
 from pathlib import Path
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from trainer_service.backends.base import Backend, DivergedError, Loss, StepResult
-from trainer_service.backends.inputs import Inputs, decode, encode
+from trainer_service.backends.inputs import decode, encode
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import Inputs, PackedBatch
 
 
 class Command(IntEnum):
-    LOGPROBS = auto()
+    SCORES = auto()
     REFERENCE = auto()
     ACCUMULATE = auto()
     APPLY = auto()
@@ -41,20 +41,27 @@ class Command(IntEnum):
 class RankBackend(Backend, Protocol):
     """A backend on one of several ranks. A follower has inputs only, and no loss."""
 
-    def logprobs(
-        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
+    def scores(
+        self, batches: Sequence[Inputs], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]: ...
 
-    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None: ...
+    def accumulate(self, batches: Sequence[Inputs], loss: Loss | None) -> None: ...
 
 
 class Leader(Backend):
     """Implements `Backend` over all ranks. Safe to call from several threads."""
 
-    def __init__(self, own: RankBackend, world: World) -> None:
+    def __init__(self, own: RankBackend, world: World, model: int, lock: threading.Lock) -> None:
         self._own = own
         self._world = world
-        self._lock = threading.Lock()
+        self._model = model
+        self._lock = lock
+
+    @classmethod
+    def of(cls, models: Sequence[RankBackend], world: World) -> list[Leader]:
+        """One for each; `follow` has the same models in the same order."""
+        lock = threading.Lock()
+        return [cls(own, world, number, lock) for number, own in enumerate(models)]
 
     @property
     def context_length(self) -> int:
@@ -64,17 +71,17 @@ class Leader(Backend):
     def spread(self) -> Spread:
         return self._own.spread
 
-    def logprobs(
+    def scores(
         self, batches: Sequence[PackedBatch], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]:
         with self._lock:
-            command = Command.REFERENCE if reference else Command.LOGPROBS
-            self._send(command, encode([Inputs.of(batch) for batch in batches]))
-            return self._own.logprobs(batches, reference=reference)
+            command = Command.REFERENCE if reference else Command.SCORES
+            self._send(command, encode(batches))
+            return self._own.scores(batches, reference=reference)
 
     def accumulate(self, batches: Sequence[PackedBatch], loss: Loss) -> None:
         with self._lock:
-            self._send(Command.ACCUMULATE, encode([Inputs.of(batch) for batch in batches]))
+            self._send(Command.ACCUMULATE, encode(batches))
             self._own.accumulate(batches, loss)
 
     def apply(self) -> StepResult:
@@ -104,32 +111,34 @@ class Leader(Backend):
             self._own.load(directory)
 
     def end(self) -> None:
-        """Lets the followers go."""
+        """Lets the followers of all models go."""
         with self._lock:
             self._send(Command.END)
 
     def _send(self, command: Command, message: bytes = b"") -> None:
-        _broadcast(self._world, torch.tensor([command, len(message)]))
+        _broadcast(self._world, torch.tensor([command, self._model, len(message)]))
         if message:
             _broadcast(self._world, torch.frombuffer(bytearray(message), dtype=torch.uint8))
 
 
-def follow(own: RankBackend, world: World) -> None:
+def follow(models: Sequence[RankBackend], world: World) -> None:
     """Does what the leader does, until it says END."""
     with ThreadPoolExecutor(1, "checkpoint") as writer:
-        writing = None
+        writing: dict[int, Future[None]] = {}
         while True:
-            head = torch.zeros(2, dtype=torch.int64)
+            head = torch.zeros(3, dtype=torch.int64)
             _broadcast(world, head)
-            body = torch.empty(int(head[1]), dtype=torch.uint8)
-            if body.numel():
+            command, model, size = head.tolist()
+            body = torch.empty(size, dtype=torch.uint8)
+            if size:
                 _broadcast(world, body)
             message = body.numpy().tobytes()
-            match Command(int(head[0])):
-                case Command.LOGPROBS:
-                    own.logprobs(decode(message))
+            own = models[model]
+            match Command(command):
+                case Command.SCORES:
+                    own.scores(decode(message))
                 case Command.REFERENCE:
-                    own.logprobs(decode(message), reference=True)
+                    own.scores(decode(message), reference=True)
                 case Command.ACCUMULATE:
                     own.accumulate(decode(message), None)
                 case Command.APPLY:
@@ -140,15 +149,15 @@ def follow(own: RankBackend, world: World) -> None:
                     for _ in own.weights():
                         pass
                 case Command.SNAPSHOT:
-                    if writing is not None:
-                        writing.result()
-                    write = own.snapshot()
-                    writing = writer.submit(write, Path())
+                    # Only its own last one: all models are copied before the first is written.
+                    if model in writing:
+                        writing[model].result()
+                    writing[model] = writer.submit(own.snapshot(), Path())
                 case Command.LOAD:
                     own.load(Path(message.decode()))
                 case Command.END:
-                    if writing is not None:
-                        writing.result()
+                    for last in writing.values():
+                        last.result()
                     return
 
 
@@ -161,12 +170,12 @@ class Round(NamedTuple):
         all: Those of all ranks, without idle ones.
     """
 
-    own: PackedBatch | Inputs
+    own: Inputs
     sizes: list[int]
     all: list[Any]
 
 
-def rounds(batches: Sequence[PackedBatch | Inputs], ranks: int, rank: int) -> Iterator[Round]:
+def rounds(batches: Sequence[Inputs], ranks: int, rank: int) -> Iterator[Round]:
     """All rounds of a step, as this rank sees them."""
     for start in range(0, len(batches), ranks):
         at_a_time = list(batches[start : start + ranks])

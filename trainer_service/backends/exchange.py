@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_service.backends.base import Loss
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from leeway.errors import ConfigError
-from trainer_service.batching import ROOT, Segment
+from trainer_service.packed import ROOT, Segment
 
 NAME = "leeway_packed"
 

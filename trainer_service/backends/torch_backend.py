@@ -25,14 +25,13 @@ from trainer_service.backends import files, lora
 from trainer_service.backends.base import Loss, StepResult
 from trainer_service.backends.distributed import RankBackend, Round, rounds
 from trainer_service.backends.exchange import Exchange
-from trainer_service.backends.inputs import Inputs
 from trainer_service.backends.optimizer import MasterAdamW, dithered
 from trainer_service.backends.sharding import Shards, local
 from trainer_service.backends.snapshot import snapshot
 from trainer_service.backends.torch_model import TorchModel
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import Inputs, PackedBatch
 
 
 class TorchBackend(RankBackend):
@@ -46,13 +45,15 @@ class TorchBackend(RankBackend):
         precision: Literal["bf16", "fp32"] = "bf16",
         world: World | None = None,
         reference: Path | None = None,
+        kind: type[TorchModel] = TorchModel,
     ) -> None:
         """Loads a Hugging Face model directory.
 
         Args:
             precision: Of the weights that are computed with and published.
             world: The ranks over which the model is cut; all construct it together.
-            reference: Model directory of the frozen reference; without one `logprobs` has none.
+            reference: Model directory of the frozen reference; without one `scores` has none.
+            kind: What scores tokens: `ValueModel` for a critic.
 
         Raises:
             ConfigError: The model does something that packing or the scores cannot follow.
@@ -66,7 +67,7 @@ class TorchBackend(RankBackend):
         compute = torch.bfloat16 if on_gpu and precision == "bf16" else torch.float32
         if world is None:
             device = torch.device("cuda" if on_gpu else "cpu")
-            self._scores = TorchModel(model_directory, config, device)
+            self._scores = kind(model_directory, config, device)
             masters = self._masters()
             self._reference = self._frozen(reference, device)
             if device.type == "cpu":
@@ -80,7 +81,7 @@ class TorchBackend(RankBackend):
             assert everyone is not None
             self._exchange = Exchange(everyone, everyone, world.leader)
             with world.in_turn():
-                self._scores = TorchModel(model_directory, config, world.device)
+                self._scores = kind(model_directory, config, world.device)
                 masters = self._masters()
                 self._reference = self._frozen(reference, world.device)
                 self._shards = self._cut(self._scores, world, compute)
@@ -106,8 +107,8 @@ class TorchBackend(RankBackend):
         return Spread(ranks, 1 / (6 * self._scores.model.config.hidden_size))
 
     @torch.no_grad()
-    def logprobs(
-        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
+    def scores(
+        self, batches: Sequence[Inputs], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]:
         scores = self._reference if reference else self._scores
         if scores is None:
@@ -123,7 +124,7 @@ class TorchBackend(RankBackend):
             self._shards.reshard()
         return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
 
-    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
+    def accumulate(self, batches: Sequence[Inputs], loss: Loss | None) -> None:
         for batch, sizes, at_a_time in self._rounds(batches):
             logprobs, entropy = self._scores(batch)
             if self._exchange is None:
@@ -174,7 +175,7 @@ class TorchBackend(RankBackend):
 
         self._optimizer.restore(parts(files.WEIGHTS), parts(files.OPTIMIZER))
 
-    def _rounds(self, batches: Sequence[PackedBatch | Inputs]) -> Iterator[Round]:
+    def _rounds(self, batches: Sequence[Inputs]) -> Iterator[Round]:
         own = 0 if self._exchange is None else self._exchange.data.rank()
         return rounds(batches, self.spread.ranks, own)
 

@@ -13,15 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends import lora, packed_attention
-from trainer_service.backends.inputs import Inputs
 from trainer_service.backends.token_scores import token_scores
-from trainer_service.batching import PackedBatch, Segment
+from trainer_service.packed import Inputs, Segment
 
 _PROBE = Inputs(
     token_ids=np.array([1, 2, 3, 4, 6]),
@@ -45,10 +44,7 @@ class TorchModel(nn.Module):
             ConfigError: The model does something that packing or the scores cannot follow.
         """
         super().__init__()
-        # transformers' types are too narrow for what it accepts.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=packed_attention.NAME
-        )
+        model = self._load(directory)
         if not model._supports_attention_backend:
             raise ConfigError(
                 f"{type(model).__name__}: its attention does not go through transformers' "
@@ -73,9 +69,9 @@ class TorchModel(nn.Module):
         """The decoder's."""
         return [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
-    def forward(self, batch: Inputs | PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Inputs) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, float32 [n], of the trained tokens."""
-        device = self.model.get_output_embeddings().weight.device
+        device = self.model.get_input_embeddings().weight.device
 
         def tensor(values: npt.NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(device)
@@ -86,13 +82,30 @@ class TorchModel(nn.Module):
             segments=batch.segments,
             use_cache=False,
         ).last_hidden_state[0]
-        return token_scores(
+        return self._score(
             hidden[tensor(batch.rows)],
-            self.model.get_output_embeddings().weight,
             tensor(batch.temperatures),
             tensor(batch.predictions),
             tensor(batch.targets),
         )
+
+    def _load(self, directory: Path) -> Any:
+        # transformers' types are too narrow for what it accepts.
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=packed_attention.NAME
+        )
+
+    def _score(
+        self, hidden: Tensor, temperatures: Tensor, predictions: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings().weight
+        return token_scores(hidden, head, temperatures, predictions, targets)
+
+    def _plain_scores(self, token_ids: Tensor) -> Tensor:
+        """float32 [b, s - 1], of the tokens that follow each, by the model's own pass."""
+        logits = self.model(input_ids=token_ids, use_cache=False).logits[:, :-1]
+        scores: Tensor = logits.log_softmax(dim=-1).gather(2, token_ids[:, 1:, None])
+        return scores.squeeze(2)
 
     @torch.no_grad()
     def _check_packing(self, device: torch.device) -> None:
@@ -104,11 +117,55 @@ class TorchModel(nn.Module):
         packed = self(_PROBE)[0].cpu().numpy()
         self.model.set_attn_implementation("eager")
         ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]], device=device)
-        own = self.model(input_ids=ids, use_cache=False).logits.log_softmax(dim=-1)
+        expected = self._plain_scores(ids)[:, 2:].flatten().cpu().numpy()
         self.model.set_attn_implementation(packed_attention.NAME)
-        expected = own[:, 2:4].gather(2, ids[:, 3:, None]).flatten().cpu().numpy()
         if not np.allclose(packed, expected, rtol=1e-3, atol=1e-3):
             raise ConfigError(
                 f"{type(self.model).__name__} cannot be trained packed: it scores "
                 f"{packed.tolist()} packed and {expected.tolist()} alone"
             )
+
+
+class ValueModel(TorchModel):
+    """The same with a head of one number: the value of the state before each trained token.
+
+    A directory without such a head (transformers' `score`) gets one that says 0.
+    """
+
+    def __init__(self, directory: Path, config: TrainerConfig, device: torch.device) -> None:
+        """
+        Raises:
+            ConfigError: As `TorchModel`, or transformers knows no token classifier of the family.
+        """
+        super().__init__(directory, config, device)
+        if self._new_head:
+            # Only now: packing was checked with the random one.
+            for parameter in self.model.score.parameters():
+                nn.init.zeros_(parameter)
+
+    def _load(self, directory: Path) -> Any:
+        try:
+            model, found = AutoModelForTokenClassification.from_pretrained(
+                directory,
+                num_labels=1,
+                dtype=torch.float32,
+                attn_implementation=packed_attention.NAME,
+                output_loading_info=True,
+            )
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"trainer.critic.model = {str(directory)!r}: it cannot have a head of one value: "
+                f"{error}"
+            ) from error
+        self._new_head = any(name.startswith("score.") for name in found["missing_keys"])
+        return model
+
+    def _score(
+        self, hidden: Tensor, temperatures: Tensor, predictions: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        values = self.model.score(hidden).float().squeeze(1)[predictions]
+        return values, torch.zeros_like(values)
+
+    def _plain_scores(self, token_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=token_ids, use_cache=False).logits
+        return logits[:, :-1, 0]

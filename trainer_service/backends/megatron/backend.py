@@ -32,7 +32,6 @@ from trainer_service.backends import files
 from trainer_service.backends.base import Loss, StepResult
 from trainer_service.backends.distributed import RankBackend, Round, rounds
 from trainer_service.backends.exchange import Exchange
-from trainer_service.backends.inputs import Inputs
 from trainer_service.backends.megatron import context
 from trainer_service.backends.megatron.cpu import adapt
 from trainer_service.backends.megatron.gradients import sum_parts
@@ -50,7 +49,7 @@ from trainer_service.backends.snapshot import snapshot
 from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
-from trainer_service.batching import PackedBatch
+from trainer_service.packed import Inputs
 
 
 class MegatronBackend(RankBackend):
@@ -69,7 +68,7 @@ class MegatronBackend(RankBackend):
 
         Args:
             precision: Of the weights that are computed with and published.
-            reference: Model directory of the frozen reference; without one `logprobs` has none.
+            reference: Model directory of the frozen reference; without one `scores` has none.
 
         Raises:
             ConfigError: The model is not mapped, or cannot be cut like this.
@@ -128,8 +127,8 @@ class MegatronBackend(RankBackend):
         return Spread(self._world.layout.dp, 1 / (6 * self._model.config.hidden_size))
 
     @torch.no_grad()
-    def logprobs(
-        self, batches: Sequence[PackedBatch | Inputs], *, reference: bool = False
+    def scores(
+        self, batches: Sequence[Inputs], *, reference: bool = False
     ) -> list[npt.NDArray[np.float32]]:
         model = self._reference if reference else self._model
         if model is None:
@@ -146,7 +145,7 @@ class MegatronBackend(RankBackend):
         self._run(model, batches, keep, forward_only=True)
         return [logprobs.cpu().numpy() for logprobs in found[: len(batches)]]
 
-    def accumulate(self, batches: Sequence[PackedBatch | Inputs], loss: Loss | None) -> None:
+    def accumulate(self, batches: Sequence[Inputs], loss: Loss | None) -> None:
         def total(round_: Round, hidden: Tensor) -> Tensor:
             logprobs, entropy = self._score(round_.own, hidden, self._model.head_weight)
             return self._exchange.surrogate(round_.sizes, round_.all, loss, logprobs, entropy)
@@ -223,7 +222,7 @@ class MegatronBackend(RankBackend):
     def _run(
         self,
         model: torch.nn.Module,
-        batches: Sequence[PackedBatch | Inputs],
+        batches: Sequence[Inputs],
         finish: Callable[[Round, Tensor], Tensor],
         *,
         forward_only: bool,
@@ -253,8 +252,8 @@ class MegatronBackend(RankBackend):
             forward_only=forward_only,
         )
 
-    def _forward(self, batch: PackedBatch | Inputs, model: Any) -> Tensor:
-        row = Inputs.of(batch).filled(self._world.layout.row_multiple)
+    def _forward(self, batch: Inputs, model: Any) -> Tensor:
+        row = batch.filled(self._world.layout.row_multiple)
         part = self._part(row)
         own = set(part.own)
         segments = [[*segment, int(i in own)] for i, segment in enumerate(part.segments)]
@@ -265,15 +264,13 @@ class MegatronBackend(RankBackend):
         )
         return hidden
 
-    def _score(
-        self, batch: PackedBatch | Inputs, hidden: Tensor, head: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, batch: Inputs, hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, float32 [n], on every rank of the last stage."""
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() > 1:
             # Backwards, what each rank's part of the vocabulary owes is summed and cut again.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        part = self._part(Inputs.of(batch).filled(self._world.layout.row_multiple))
+        part = self._part(batch.filled(self._world.layout.row_multiple))
         place = np.full(sum(segment.length for segment in part.segments), -1)
         place[part.tokens] = np.arange(part.tokens.size)
         rows = place[batch.rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer_service.batching import ROOT, Int64Array, Segment
+from trainer_service.packed import ROOT, Int64Array, Segment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ from trainer_service.backends.layout import Layout, ModelShape
 from trainer_service.backends.megatron.gradients import gather_tokens, look_up
 from trainer_service.backends.megatron.names import Heads
 from trainer_service.backends.packed_attention import attend
-from trainer_service.batching import Segment
+from trainer_service.packed import Segment
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3")
