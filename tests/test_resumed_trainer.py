@@ -1,0 +1,148 @@
+"""A trainer that resumes replays what the queue gives back, and hands out what is new to nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from leeway import rpc
+from leeway.algorithm import AdvantageConfig, AlgorithmConfig, Baseline, Normalise
+from leeway.config import (
+    Config,
+    ModelConfig,
+    QueueConfig,
+    RunConfig,
+    SamplingConfig,
+    StalenessConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from leeway.tasks import Sampler, open_source
+from leeway.telemetry import Spans
+from leeway.trajectory import FinishReason, Trajectory
+from leeway.versions import VersionSpan
+from tests import tiny
+from tests.queue.cases import serving
+from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.canary import CanaryText, scored_whole
+from trainer_service.checkpoint import Checkpoints
+from trainer_service.learners import Learners
+from trainer_service.loop import Trainer
+from trainer_service.record import Record
+from trajectory_queue.client import Lease, RolloutQueue, TrainerQueue
+
+BATCHES = 1.5
+"""What the queue holds when the trainer comes back."""
+
+
+class Published:
+    """Stands where the weights leave for the nodes."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def __enter__(self) -> Published:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def publish(self, version: int, weights: Iterable[Any], canary: object) -> None:
+        self.versions.append(version)
+
+
+def configured(directory: Path, release: str) -> Config:
+    rows = [{"prompt": f"say {c}", "answer": c} for c in "abcdefgh"]
+    (directory / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    advantage = AdvantageConfig(baseline=Baseline.NONE, normalise=Normalise.BATCH)
+    return Config(
+        run=RunConfig(name="resumed", directory=directory / "runs"),
+        model=ModelConfig(path=str(tiny.build(directory / "model"))),
+        task=TaskConfig(jsonl=directory / "rows.jsonl", reward="unused:unused"),
+        sampling=SamplingConfig(group_size=4, max_new_tokens=3),
+        staleness=StalenessConfig(budget=1),
+        queue=QueueConfig(group_release=release, filter_equal_scores=False),  # type: ignore[arg-type]
+        trainer=TrainerConfig(
+            batch_groups=2,
+            steps=1,
+            batch_seconds=30.0,
+            algorithm=AlgorithmConfig(advantage=advantage),
+        ),
+    )
+
+
+def answered(lease: Lease, backend: TorchBackend) -> list[Trajectory]:
+    """The lease's answers, with the log-probabilities that the trainer finds as well."""
+    found = []
+    for index in range(lease.task.group_size):
+        ids = np.array([5, 6, 7 + index, 8, 9 + index])
+        (logprobs,) = backend.scores([scored_whole(ids)])
+        found.append(
+            Trajectory(
+                trajectory_id=f"{lease.task.task_id}/{index}",
+                task_id=lease.task.task_id,
+                index=index,
+                token_ids=ids.astype(np.int32),
+                prompt_length=2,
+                logprobs=logprobs[1:],
+                loss_mask=np.ones(3, dtype=np.bool_),
+                versions=(VersionSpan(0, 3),),
+                finish_reason=FinishReason.LENGTH,
+                sampling=lease.task.sampling,
+                reward=float(index),
+                score=float(index),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("release", ["complete", "streaming"])
+async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
+    release: str, tmp_path: Path
+) -> None:
+    """Nine versions were published, of which one whole batch can be trained again: version 1 must
+    go out, or the nodes never generate for version 2."""
+    config = configured(tmp_path, release)
+    model = Path(config.model.path)
+    backend = TorchBackend(model, config.trainer)
+    vocabulary = AutoConfig.from_pretrained(model).vocab_size
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="r", model_hash="m", kept=1)
+    checkpoints.set_published(9)
+    config.run.path.mkdir(parents=True)
+    record, published = Record(config.run.path), Published()
+    async with (
+        serving(config) as address,
+        rpc.connect(address, config.security, config.queue.max_message_bytes) as channel,
+    ):
+        queue = TrainerQueue(channel, "trainer", vocabulary)
+        await queue.resume(0)
+        groups = int(BATCHES * config.queued_batch_groups)
+        sampler = Sampler(open_source(config), config)
+        await queue.enqueue(sampler.take(groups))
+        node = RolloutQueue(channel, "node")
+        leases = await node.lease_tasks(
+            version=0, max_groups=groups, wait_seconds=5.0, request_id="all"
+        )
+        for lease in leases.leases:
+            await node.push(lease.lease_id, answered(lease, backend))
+        assert (await queue.status()).groups["queued"] == groups
+        trainer = Trainer(
+            config,
+            Learners(backend),
+            Sampler(open_source(config), config),
+            queue,
+            lambda _: published,  # type: ignore[arg-type, return-value]
+            CanaryText(model, config.weights),
+            checkpoints,
+            record,
+            Spans(None),
+        )
+        await trainer.run(asyncio.Event())
+    record.close()
+    assert published.versions == [1]
