@@ -75,6 +75,11 @@ CASES: dict[str, tuple[Series, Series]] = {
         {"leeway_queue_node_version_lag_max": "4x90", **BUDGET},
         {"leeway_queue_node_version_lag_max": "3x90", **BUDGET},
     ),
+    "LeewayWeightsLag": (
+        {"leeway_weights_lagging_nodes": "1x90"},
+        # Full weights may take their time.
+        {"leeway_weights_lagging_nodes": "0x80 1x10"},
+    ),
     "LeewayDeadTasks": ({DEAD: "0+1x90"}, {DEAD: "5x90"}),
     "LeewayTrajectoriesRefused": (
         {'leeway_queue_events_total{event="refused"}': "0+1x90"},
