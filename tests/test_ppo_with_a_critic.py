@@ -15,6 +15,10 @@ from tests.test_killed_trainer import started, trainers
 from tests.test_up import Run, gone, until
 
 STEPS = 30
+REWARD = """
+def reward(completion, **columns):
+    return 1 + sum(character in "aeiou" for character in completion) / 12
+"""
 PPO = [
     "trainer.algorithm.advantage={baseline: critic, normalise: batch, gae: {lam: 0.95}}",
     "trainer.critic.lr=3e-3",
@@ -34,6 +38,7 @@ def test_the_value_loss_falls_and_a_killed_run_ends_with_the_same_weights(tmp_pa
         directory = tmp_path / name
         directory.mkdir()
         runs.append(run := Run(directory, model))
+        (directory / "rewards.py").write_text(REWARD)
         with started(run, *PPO) as process:
             if name == "killed":
                 until(lambda run=run: len(run.steps()) > 9, "ten steps", run)
@@ -55,7 +60,7 @@ def test_the_value_loss_falls_and_a_killed_run_ends_with_the_same_weights(tmp_pa
         assert [key for key in one if not one[key].equal(other[key])] == []
     rows = runs[0].steps()
     losses = [row["value_loss_mean"] for row in rows]
-    assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:3])
-    assert rows[0]["value_mean"] == 0.0
-    # Rewards lie between 0 and 1, and the critic has come to know about where.
-    assert rows[-1]["value_mean"] == pytest.approx(rows[-1]["return_mean"], abs=0.05)
+    assert np.mean(losses[-5:]) < 0.1 * losses[0]
+    # It begins with 0, and has come to know about what there is to earn.
+    assert rows[0]["value_mean"] == 0.0 and rows[0]["return_mean"] > 0.5
+    assert rows[-1]["value_mean"] == pytest.approx(rows[-1]["return_mean"], abs=0.3)
