@@ -87,6 +87,15 @@ def scheduling() -> dict[str, Schema]:
     }
 
 
+def priority_classes(*components: str) -> Schema:
+    value = whole("Pods of a higher one may take the place of others.", -1_000_000, 1_000_000)
+    return section(
+        "PriorityClasses of the release's own; takes rights on the whole cluster.",
+        enabled=flag("Make them, and use them where no priorityClassName is given."),
+        **dict.fromkeys(components, value),
+    )
+
+
 def accelerators() -> dict[str, Schema]:
     return {
         "gpus": whole("GPUs of a pod.", 0),
@@ -181,7 +190,8 @@ _AUTHENTICATION = choice("How clients prove who they are.", "mtls", "tokens")
 def trainer_cluster() -> dict[str, Schema]:
     secret = text("Name of a Secret.", _NAME)
     return {
-        **shared("queue", "trainer", "redis"),
+        **shared("queue", "trainer", "redis", "redisExporter"),
+        "priorityClasses": priority_classes("queue", "redis", "trainer"),
         "endpoint": section(
             "Where the rollout cluster dials in.",
             type=choice("Of the Service.", "LoadBalancer", "NodePort", "ClusterIP"),
@@ -234,6 +244,11 @@ def trainer_cluster() -> dict[str, Schema]:
                 "Below the memory limit; the queue holds back before.", r"^[0-9]+(mb|gb)$"
             ),
             storage=storage("The append-only file."),
+            exporter=section(
+                "Redis' own metrics for Prometheus.",
+                enabled=flag("Run redis_exporter beside it; its Secret needs exporter.json."),
+                resources=_RESOURCES,
+            ),
             **scheduling(),
         ),
         "trainer": section(
@@ -272,6 +287,7 @@ def rollout_cluster() -> dict[str, Schema]:
     address = r"^([^:/]+:[0-9]{1,5})?$"
     return {
         **shared("rollout"),
+        "priorityClasses": priority_classes("rollout"),
         "trainerCluster": section(
             "The trainer cluster's endpoint.",
             queue=text("host:port of the queue.", address),

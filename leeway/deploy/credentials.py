@@ -8,6 +8,7 @@ there already stays, except certificates that end soon.
 from __future__ import annotations
 
 import base64
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ RENEWED_DAYS = 60
 """A certificate that ends sooner is made anew."""
 # Clocks differ, and a certificate is used the moment it is made.
 _EARLIER = timedelta(hours=1)
+
+REDIS_BESIDE = "rediss://localhost:6379"
+"""Where a container beside Redis finds it."""
 
 Secret = Mapping[str, bytes]
 """The data of a Kubernetes Secret."""
@@ -96,7 +100,13 @@ def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[st
             if "password" not in redis:
                 password = secrets.token_urlsafe(32).encode()
                 auth = b"requirepass " + password + b"\n"
-                made[name("redis-tls")] = {**redis, "password": password, "auth.conf": auth}
+                redis = {**redis, "password": password, "auth.conf": auth}
+                made[name("redis-tls")] = redis
+            if "exporter.json" not in redis:
+                # As redis_exporter reads it: passwords by address.
+                by_address = {REDIS_BESIDE: redis["password"].decode()}
+                exporter = json.dumps(by_address).encode()
+                made[name("redis-tls")] = {**redis, "exporter.json": exporter}
     if parts.tokens:
         tokens = existing.get(name("tokens"))
         if tokens is None:

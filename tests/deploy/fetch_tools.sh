@@ -2,7 +2,8 @@
 # fetch_tools.sh DEST: what the tests of the deployment run, into DEST/bin; nothing is installed.
 #   helm3, helm4, kubectl    real, static, out of packages for Python
 #   checkov                  in a virtual environment of its own: it pins what Leeway needs newer
-#   promtool, redis-server, redis-cli, iptables    out of Debian's packages, where apt-get is
+#   promtool, redis-exporter, redis-server, redis-cli, iptables    out of Debian's packages, where
+#                            apt-get is
 set -euo pipefail
 dest=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${PYTHON:-python3}
@@ -50,9 +51,10 @@ layer v37 helm4
 "$dest/checkov/bin/pip" install --quiet --disable-pip-version-check 'checkov==3.3.30'
 ln -sf ../checkov/bin/checkov "$bin/checkov"
 if command -v apt-get > /dev/null; then
-  debian prometheus redis-server redis-tools liblzf1 libatomic1 libjemalloc2 iptables libip4tc2 \
+  debian prometheus prometheus-redis-exporter redis-server redis-tools liblzf1 libatomic1 libjemalloc2 iptables libip4tc2 \
     libip6tc2 libxtables12 libnftnl11 libmnl0 libnetfilter-conntrack3 libnfnetlink0
   ln -sf ../root/usr/bin/promtool "$bin/promtool"
+  ln -sf ../root/usr/bin/prometheus-redis-exporter "$bin/redis-exporter"
   wrap redis-server /usr/bin/redis-server
   wrap redis-cli /usr/bin/redis-cli
   wrap iptables /usr/sbin/xtables-nft-multi

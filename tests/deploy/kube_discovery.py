@@ -37,7 +37,10 @@ _PLURALS = {"Ingress": "ingresses", "NetworkPolicy": "networkpolicies"}
 
 
 def resources() -> list[Resource]:
-    found = [Resource("v1", "namespaces", "Namespace", namespaced=False)]
+    found = [
+        Resource("v1", "namespaces", "Namespace", namespaced=False),
+        Resource("scheduling.k8s.io/v1", "priorityclasses", "PriorityClass", namespaced=False),
+    ]
     for version, kinds in [*_NAMESPACED.items(), *schemas.CUSTOM_RESOURCES.items()]:
         found += [
             Resource(version, _PLURALS.get(kind, kind.lower() + "s"), kind)

@@ -62,6 +62,14 @@ def test_what_is_there_stays() -> None:
     assert make(PARTS, made, NOW + timedelta(days=CERTIFICATE_DAYS - RENEWED_DAYS - 1)) == {}
 
 
+def test_a_secret_of_an_earlier_release_gets_what_it_lacks() -> None:
+    made = make(PARTS, {}, NOW)
+    older = {k: v for k, v in made["trainer-redis-tls"].items() if k != "exporter.json"}
+    assert make(PARTS, {**made, "trainer-redis-tls": older}, NOW) == {
+        "trainer-redis-tls": made["trainer-redis-tls"]
+    }
+
+
 def test_certificates_that_end_soon_are_renewed_and_nothing_else() -> None:
     made = make(PARTS, {}, NOW)
     later = NOW + timedelta(days=CERTIFICATE_DAYS - RENEWED_DAYS)

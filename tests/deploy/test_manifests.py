@@ -118,6 +118,11 @@ def test_a_wrong_value_is_refused_by_name(side: str, assignment: str, major: str
         ("trainer", ['security.certificates="existing"'], "security.secrets."),
         ("trainer", ['security.certificates="cert-manager"'], "security.issuer.name"),
         ("trainer", ["endpoint.gateway.enabled=true"], "endpoint.gateway.hosts.queue"),
+        (
+            "trainer",
+            ['redis.external.url="rediss://host"', "redis.exporter.enabled=true"],
+            "redis.exporter.enabled",
+        ),
         ("rollout", ['trainerCluster.queue=""'], "trainerCluster.queue"),
         (
             "rollout",

@@ -35,13 +35,18 @@ def test_names_and_labels_are_legal_and_everything_is_in_the_namespace(
     for manifest in manifests:
         metadata = manifest["metadata"]
         assert NAME.fullmatch(metadata["name"]), metadata["name"]
-        assert metadata["namespace"] == NAMESPACE, metadata["name"]
+        if manifest["kind"] == "PriorityClass":
+            # There is no namespace for it: its name says whose it is.
+            assert metadata["name"].startswith(f"{NAMESPACE}-") and "namespace" not in metadata
+        else:
+            assert metadata["namespace"] == NAMESPACE, metadata["name"]
         for value in metadata.get("labels", {}).values():
             assert re.fullmatch(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?", value), value
 
 
 def test_nothing_has_rights_on_the_cluster(manifests: tuple[Manifest, ...]) -> None:
-    assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding", "PriorityClass")
+    """A PriorityClass gives none; an installer who asks for it needs them (`priorityClasses`)."""
+    assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding")
     for role in of_kind(manifests, "Role"):
         for rule in role["rules"]:
             assert rule["resources"] == ["secrets"]
@@ -226,6 +231,46 @@ def test_only_the_queue_reaches_redis() -> None:
     assert policy["spec"]["egress"] == []
 
 
+def test_the_exporter_is_read_by_who_reads_metrics_and_by_nobody_else() -> None:
+    manifests = render("one-cluster", "trainer")
+    (policy,) = [
+        m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-redis")
+    ]
+    redis, metrics = policy["spec"]["ingress"]
+    assert [port["port"] for port in redis["ports"]] == ["redis"]
+    assert [port["port"] for port in metrics["ports"]] == ["metrics"]
+    assert all("namespaceSelector" in peer for peer in metrics["from"])
+    (workload,) = [w for w in workloads(manifests) if w.name.endswith("-redis")]
+    (monitor,) = of_kind(manifests, "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= workload.labels.items()
+    ports = [port["name"] for c in workload.containers for port in c["ports"]]
+    assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+    assert ports.count("metrics") == 1
+
+
+def test_where_room_is_short_nodes_go_first_and_the_queue_last() -> None:
+    values = {}
+    for side in SIDES:
+        for example in set(EXAMPLES) - {"one-cluster"}:
+            assert not of_kind(render(example, side), "PriorityClass")
+        manifests = render("one-cluster", side)
+        classes = {m["metadata"]["name"]: m["value"] for m in of_kind(manifests, "PriorityClass")}
+        used = {
+            w.spec["priorityClassName"]: w
+            for w in workloads(manifests)
+            if "priorityClassName" in w.spec
+        }
+        assert used.keys() == classes.keys()
+        for name, value in classes.items():
+            component = used[name].labels["app.kubernetes.io/component"]
+            assert name == f"leeway-{side}-{component}"
+            values[component] = value
+    assert values["rollout"] < values["trainer"] < values["queue"] <= values["redis"]
+    named = render("one-cluster", "rollout", sets=('nodes.priorityClassName="mine"',))
+    (deployment,) = of_kind(named, "Deployment")
+    assert deployment["spec"]["template"]["spec"]["priorityClassName"] == "mine"
+
+
 def test_network_policies_name_networks_that_exist(manifests: tuple[Manifest, ...]) -> None:
     for policy in of_kind(manifests, "NetworkPolicy"):
         for rule in [*policy["spec"].get("ingress", []), *policy["spec"].get("egress", [])]:
@@ -253,7 +298,7 @@ def test_leeway_takes_the_environment_and_the_configuration(
     path.write_text(run[0]["data"]["run.yaml"])
     for workload in workloads(manifests):
         for container in workload.containers:
-            if container["name"] in ("redis", "credentials"):
+            if container["name"] in ("redis", "exporter", "credentials"):
                 continue
             config = load(path, environ=_environment(container))
             security = config.security

@@ -54,9 +54,34 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* The release's own class of a component; none unless priorityClasses.enabled. */}}
+{{- define "leeway.priority-class" -}}
+{{- if .root.Values.priorityClasses.enabled -}}
+{{ .root.Release.Namespace }}-{{ include "leeway.name" .root }}-{{ .component }}
+{{- end -}}
+{{- end }}
+
+{{/* They belong to the whole cluster: their names say whose they are. */}}
+{{- define "leeway.priority-classes" -}}
+{{- if .Values.priorityClasses.enabled }}
+{{- range $component, $value := omit .Values.priorityClasses "enabled" }}
+{{- $at := dict "root" $ "component" $component }}
+---
+apiVersion: scheduling.k8s.io/v1
+kind: PriorityClass
+metadata:
+  name: {{ include "leeway.priority-class" $at }}
+  labels:
+    {{- include "leeway.labels" $at | nindent 4 }}
+description: The {{ $component }} pods of release {{ $.Release.Name }} in {{ $.Release.Namespace }}.
+value: {{ $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Where a component may and should run: (dict "root" $ "component" "queue" "values" .Values.queue) */}}
 {{- define "leeway.scheduling" -}}
-{{- with .values.priorityClassName }}
+{{- with .values.priorityClassName | default (include "leeway.priority-class" .) }}
 priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.nodeSelector }}
