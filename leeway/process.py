@@ -1,8 +1,9 @@
 """What every Leeway process does at its start and end.
 
 A process stops on SIGTERM and SIGINT, and when its parent's end of standard input closes (if it was
-started with `LEEWAY_LIFELINE=1`): so nothing outlives `leeway up`, however that ends. Exit codes
-say whether starting it again could help.
+started with `LEEWAY_LIFELINE=1`): so nothing outlives `leeway up`, however that ends. A rank that
+torchrun started ends with its agent, which alone would start it again or stop it. Exit codes say
+whether starting it again could help.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import structlog
 
 from leeway.errors import ConfigError, FencedError, LeewayError
 from leeway.health import HEALTH
+from leeway.orphans import end_with_parent
 from leeway.traces import TRACES
 
 log = structlog.get_logger(__name__)
@@ -33,6 +35,8 @@ EXIT_FENCED = 3
 """A newer life of this process has taken over."""
 
 LIFELINE = "LEEWAY_LIFELINE"
+_RANK = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun's agent for the ranks that it starts."""
 # An orphan that has not stopped by itself after so long is ended.
 _ORPHAN_SECONDS = 5.0
 _M_TRIM_THRESHOLD = -1
@@ -46,6 +50,9 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         The exit code. Errors are logged: those that Leeway raises on purpose without a traceback.
     """
 
+    if os.environ.get(_RANK):
+        # At once: it may be in the middle of a collective, where it hears of no signal.
+        end_with_parent(os.getppid())
     keep_freed_memory()
 
     async def supervised() -> None:

@@ -1,0 +1,171 @@
+"""A trainer on two hosts: two torchrun agents that meet over c10d, here on two loopback addresses.
+
+What they share is the run's directory; one rank talks to the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from leeway import config as configuration
+from leeway import report, rpc
+from leeway.local import free_addresses
+from leeway.v1 import queue_pb2, queue_pb2_grpc
+from tests import tiny
+from tests.test_up import Run, gone
+
+STEPS = 14
+SECONDS = 150.0
+# An agent that is silent for so long is no longer counted: 3 x 2 s.
+RENDEZVOUS = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=1"
+# Otherwise an agent that stays never says again where ranks meet, and one that is new waits for it.
+MEET_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class Hosts:
+    """The processes of one run, each started by hand, as an operator would on each host."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        queue, weights, self._meeting = free_addresses(3)
+        settings = json.loads(run.config.read_text())
+        settings["queue"]["address"] = queue
+        settings["weights"] = {"address": weights}
+        settings["security"] = {"token": "a-token"}
+        settings["task"]["heldout"] = 0
+        settings["trainer"]["steps"] = STEPS
+        run.config.write_text(json.dumps(settings))
+        run.path.mkdir(parents=True, exist_ok=True)
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._log = run.directory / "output.txt"
+        self._config = configuration.load(run.config, [], {})
+
+    def leeway(self, *arguments: str) -> subprocess.Popen[bytes]:
+        return self._start("-m", "leeway.cli", *arguments, str(self._run.config))
+
+    def agent(self, address: str) -> subprocess.Popen[bytes]:
+        """torchrun on the host of this address, with one rank."""
+        return self._start(
+            *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", self._meeting, "--rdzv-id", "two-hosts"),
+            *("--rdzv-conf", RENDEZVOUS, "--local-addr", address, "--max-restarts", "3"),
+            *("-m", "leeway.cli", "trainer", str(self._run.config)),
+        )
+
+    def meeting(self) -> bool:
+        """Whether somebody listens where the agents meet."""
+        host, _, port = self._meeting.partition(":")
+        with socket.socket() as probe:
+            return probe.connect_ex((host, int(port))) == 0
+
+    def status(self) -> queue_pb2.StatusResponse:
+        async def ask() -> queue_pb2.StatusResponse:
+            async with rpc.connect(self._config.queue.address, self._config.security) as channel:
+                stub = queue_pb2_grpc.TrajectoryQueueStub(channel)
+                request = queue_pb2.StatusRequest()
+                return await rpc.call(stub.Status, request, what="ask", deadline_seconds=10.0)
+
+        return asyncio.run(ask())
+
+    def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"{what}: not within {seconds} s\n{self.said()}"
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return self._log.read_text()[-20_000:]
+
+    def stop(self) -> None:
+        for process in self._started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                    one.kill()
+            process.wait()
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    **MEET_ANEW,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self._run.temporary),
+                },
+            )
+        self._started.append(process)
+        return process
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[Hosts, Run]]:
+    run = Run(tmp_path, tiny.build(tmp_path / "model"))
+    found = Hosts(run)
+    try:
+        yield found, run
+    finally:
+        found.stop()
+
+
+def ranks(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """An agent's one rank, and what that has started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(agent.pid).children(recursive=True)
+    return []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_agents_train_and_start_again_together_from_the_last_checkpoint(
+    hosts: tuple[Hosts, Run],
+) -> None:
+    here, run = hosts
+    here.leeway("queue", "serve")
+    here.leeway("rollout")
+    one = here.agent("127.0.0.1")
+    here.until(here.meeting, "the first agent, at which the others meet")
+    other = here.agent("127.0.0.2")
+    here.until(lambda: len(run.steps()) >= 3, "steps on two hosts")
+    assert ranks(one) and ranks(other)
+
+    # A rank dies: both agents start all anew.
+    first = [*ranks(one), *ranks(other)]
+    reached = len(run.steps())
+    victim = next(rank for rank in ranks(other) if "trainer" in rank.cmdline())
+    victim.send_signal(signal.SIGKILL)
+    here.until(lambda: gone(first), "the end of all ranks of the first start")
+    here.until(lambda: len(run.steps()) >= reached + 2, "steps after a rank's death")
+    resumed = run.steps()[reached]["step"]
+    assert 1 < resumed <= run.steps()[reached - 1]["step"] + 1
+
+    # An agent dies: its ranks with it, the other host's wait for a new one.
+    orphans, reached = ranks(other), len(run.steps())
+    assert orphans
+    other.send_signal(signal.SIGKILL)
+    other.wait()
+    here.until(lambda: gone(orphans), "the end of the ranks whose agent died", 10.0)
+    another = here.agent("127.0.0.2")
+    here.until(lambda: len(run.steps()) >= reached + 2, "steps with another agent")
+
+    assert (one.wait(SECONDS), another.wait(SECONDS)) == (0, 0), here.said()
+    assert (run.path / "checkpoints" / "LATEST").read_text() == f"step-{STEPS:06d}"
+    rows = report.read_rows(run.path)
+    summary = report.summarize(rows, here.status(), cpu_seconds=1.0, wall_seconds=1.0)
+    assert (summary["versions"], summary["lost"], summary["twice"]) == (STEPS, 0, 0)
