@@ -56,7 +56,7 @@ def cluster() -> Iterator[tuple[kube_api.Cluster, str]]:
 @pytest.mark.parametrize("major", MAJORS)
 @pytest.mark.parametrize("side", SIDES)
 # Between them, these two have every kind of object.
-@pytest.mark.parametrize("example", ["laptop", "two-clouds"])
+@pytest.mark.parametrize("example", ["laptop", "one-cluster", "two-clouds"])
 def test_a_release_lives_its_life(
     cluster: tuple[kube_api.Cluster, str], example: str, side: str, major: str, tmp_path: Path
 ) -> None:
