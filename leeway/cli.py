@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import structlog
 import typer
+from pydantic import SecretStr
 from rich.console import Console
 from typer.core import TyperGroup
 
@@ -400,11 +401,41 @@ def engine(
     from rollout_service.engines.capabilities import probe
 
     found = asyncio.run(probe(base_url, model, os.environ.get("OPENAI_API_KEY", "none")))
-    if found.trains:
-        typer.echo("it returns what training needs")
-    else:
-        typer.echo("it may serve evaluation and judges, never training")
+    typer.echo(
+        "what it samples may be trained on"
+        if found.trains
+        else "it may serve evaluation and judges, never training"
+    )
     typer.echo(f"missing: {', '.join(found.missing) or 'nothing'}")
+
+
+@app.command()
+def evaluate(
+    path: ConfigArgument,
+    url: Annotated[str, typer.Option(help="Of an OpenAI-compatible server, with /v1.")],
+    model: Annotated[str, typer.Option(help="The name under which it serves the model.")],
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each problem.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 8,
+) -> None:
+    """Score a run's held-out problems as another server answers them; the key is OPENAI_API_KEY."""
+    from rollout_service.evaluation import evaluate as ask
+
+    config = configuration.load(path, overrides or ())
+    key = os.environ.get("OPENAI_API_KEY")
+    server = configuration.EndpointConfig(
+        url=url,
+        model=model,
+        api_key=SecretStr(key) if key else None,
+        concurrency=concurrency,
+        seconds=600.0,
+    )
+    result = asyncio.run(ask(config, server, samples))
+    for failure in result.failures:
+        typer.echo(f"not scored: {failure}", err=True)
+    typer.echo(f"score {result.mean:.4f} over {len(result.scores)} answers")
+    if result.failures:
+        typer.echo(f"{len(result.failures)} answers could not be scored")
 
 
 def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) -> Config:

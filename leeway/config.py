@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 import yaml
 from pydantic import (
@@ -70,6 +70,37 @@ class ExampleConfig(Section):
     assistant: str
 
 
+class EndpointConfig(Section):
+    """A model that others serve, behind an OpenAI-compatible server."""
+
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Its routes lie below, e.g. http://judge.example:8000/v1."""
+    model: str
+    """The name under which it is served there."""
+    api_key: SecretStr | None = None
+    api_key_file: Path | None = None
+    """Holds the key instead."""
+    concurrency: PositiveInt = 8
+    """Requests that a node has under way there at once, over all its reward processes."""
+    seconds: PositiveFloat = 60.0
+    """Deadline of one question, waiting for its turn and retries included."""
+
+    @model_validator(mode="after")
+    def _one_key(self) -> EndpointConfig:
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ValueError("give one of api_key and api_key_file")
+        return self
+
+    def key(self) -> str | None:
+        """Raises `ConfigError` when its file cannot be read."""
+        if self.api_key_file is None:
+            return self.api_key.get_secret_value() if self.api_key is not None else None
+        try:
+            return self.api_key_file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"api_key_file = {self.api_key_file}: {error.strerror}") from error
+
+
 class TaskConfig(Section):
     """Where prompts come from and how answers are scored. Give exactly one source, and at most one
     of `reward`, `environment` and `agent`."""
@@ -92,8 +123,14 @@ class TaskConfig(Section):
     """`module:function` or `path/to/file.py:function`, called as `reward(completion, **columns)`.
     By default a reasoning-gym source scores with its dataset's own scorer."""
     reward_seconds: PositiveFloat = 10.0
-    """Deadline of one reward call; the process that misses it is killed."""
+    """Deadline of one reward call, without what judges take; the process that misses it is
+    killed."""
     reward_processes: PositiveInt = 1
+    judges: dict[Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")], EndpointConfig] = Field(
+        default_factory=dict
+    )
+    """By name: a reward function, or an environment's `reset`, gets each that it has a parameter
+    for."""
     environment: str | None = None
     """`module:Class` or `path/to/file.py:Class`, with `reset(**columns)` and tools or
     `step(action)`."""
@@ -122,6 +159,8 @@ class TaskConfig(Section):
         given = sum(way is not None for way in ways)
         if given > 1:
             raise ValueError("give one of task.reward, task.environment and task.agent")
+        if self.judges and self.reward is None and self.environment is None:
+            raise ValueError("task.judges are asked by task.reward or task.environment; give one")
         return self
 
     def check_scored(self) -> None:
@@ -622,10 +661,15 @@ def _explain(fault: Any) -> str:
 
 def _section_at(location: tuple[int | str, ...]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = Config
+    named = False
     for part in location:
+        if named:  # A key of a mapping by name: what it holds is already at hand.
+            named = False
+            continue
         field = section.model_fields.get(str(part)) if section is not None else None
         if field is None:
             return None
+        named = get_origin(field.annotation) is dict
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
         section = next(
             (c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None

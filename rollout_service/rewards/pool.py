@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from leeway.config import TaskConfig
-from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.sandbox.pool import Judges, WorkerPool
 
 DEFAULT_REWARD = "rollout_service.rewards.builtin:reasoning_gym"
 """What scores when `task.reward` is not given."""
@@ -22,7 +22,13 @@ class RewardPool(WorkerPool):
     """Scores completions; see `WorkerPool`."""
 
     def __init__(
-        self, reward: str, *, processes: int, seconds: float, memory_bytes: int = _MEMORY_BYTES
+        self,
+        reward: str,
+        *,
+        processes: int,
+        seconds: float,
+        memory_bytes: int = _MEMORY_BYTES,
+        judges: Judges | None = None,
     ) -> None:
         super().__init__(
             "reward",
@@ -31,15 +37,17 @@ class RewardPool(WorkerPool):
             processes=processes,
             seconds=seconds,
             memory_bytes=memory_bytes,
+            judges=judges,
         )
 
     @classmethod
-    def of(cls, config: TaskConfig) -> RewardPool:
+    def of(cls, config: TaskConfig, judges: Judges | None = None) -> RewardPool:
         return cls(
             config.reward or DEFAULT_REWARD,
             processes=config.reward_processes,
             seconds=config.reward_seconds,
             memory_bytes=config.memory_bytes,
+            judges=judges,
         )
 
     async def score(self, completion: str, columns: Mapping[str, Any]) -> float:
@@ -47,7 +55,7 @@ class RewardPool(WorkerPool):
 
         Raises:
             RewardError: it raised, was late, lacks a column, or returned no finite number.
-            InfrastructureError: its process died.
+            InfrastructureError: its process died, or a judge failed.
         """
         answer = await self.call({"completion": completion, "columns": dict(columns)})
         return float(answer["value"])

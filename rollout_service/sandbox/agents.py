@@ -33,6 +33,7 @@ from rollout_service.sandbox.loading import (
     load,
     outcome,
 )
+from rollout_service.sandbox.surroundings import surroundings
 from rollout_service.sandbox.worker import limit_memory, pipes
 
 _START_SECONDS = 60.0
@@ -114,6 +115,7 @@ class AgentProcess:
             self._spec,
             str(os.getpid()),
             str(self._memory_bytes),
+            env=surroundings(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -3,8 +3,9 @@
 A class with `reset(**columns)` and either methods that are tools (public, with types and a
 docstring; the model calls them) or `step(action)`.
 
-- `reset` returns the first message's text, or chat messages, or None to keep the task's own; or, as
-  Gymnasium's, a pair that begins with it.
+- `reset` gets the row's columns, and judges, by the names of its parameters. It returns the first
+  message's text, or chat messages, or None to keep the task's own; or, as Gymnasium's, a pair that
+  begins with it.
 - A tool's result is text, or what JSON can hold. Arguments that do not fit its types are told to
   the model; what a tool raises is the environment's fault.
 - `step` returns the observation, or (observation, reward, done), or Gymnasium's five.
@@ -20,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from rollout_service.sandbox.judge import Judge, JudgeFailed
 from rollout_service.sandbox.loading import FaultError, describe, finite, load, outcome
 from rollout_service.sandbox.reward import Columns
 
@@ -29,8 +31,9 @@ _OWN = ("reset", "step", "score", "close", "render")
 class EnvironmentHost:
     """Answers {"reset": columns}, {"call": name, "arguments"}, {"step": text}, {"score": text}."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str, judges: dict[str, Judge]) -> None:
         self._make = load(spec)
+        self._judges = judges
         self._environment: Any = None
         self._tools: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {}
 
@@ -53,7 +56,8 @@ class EnvironmentHost:
         reset = getattr(self._environment, "reset", None)
         if reset is None:
             raise FaultError("has no reset; write `def reset(self, **columns)`")
-        accepted = Columns(list(inspect.signature(reset).parameters.values())).accepted(columns)
+        parameters = list(inspect.signature(reset).parameters.values())
+        accepted = Columns(parameters, self._judges).accepted(columns)
         first = self._do("reset", reset, **accepted)
         if isinstance(first, tuple):  # Gymnasium: observation, info.
             first = first[0]
@@ -109,7 +113,7 @@ class EnvironmentHost:
     def _do(self, what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, JudgeFailed) as error:
             raise FaultError(
                 f"{what} raised {describe(error)}; handle this case in the environment"
             ) from error

@@ -20,12 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from prometheus_client import Counter
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
 from rollout_service.sandbox.loading import ANSWER_BYTES
+from rollout_service.sandbox.surroundings import surroundings
 
 CALLS = Counter(
     "leeway_reward_calls_total",
@@ -37,6 +38,24 @@ CALLS = Counter(
 _START_SECONDS = 60.0
 # From the end of a worker's pipe to the end of its process.
 _DEATH_SECONDS = 1.0
+# Times that one call may turn to its judges.
+_MOST_QUESTIONS = 100
+
+
+class Judges(Protocol):
+    """What a worker's code may ask; see `rewards.judges`."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def seconds(self) -> float:
+        """The longest that one question may take."""
+        ...
+
+    async def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises `InfrastructureError` when the judge failed."""
+        ...
 
 
 class WorkerPool:
@@ -49,12 +68,20 @@ class WorkerPool:
         key: Of the configuration, for messages, e.g. task.reward.
         spec: What the user wrote.
         processes: So many calls or episodes at once.
-        seconds: The deadline of a call.
+        seconds: The deadline of a call, without what its judges take.
         memory_bytes: What a worker may have of its own.
     """
 
     def __init__(
-        self, kind: str, key: str, spec: str, *, processes: int, seconds: float, memory_bytes: int
+        self,
+        kind: str,
+        key: str,
+        spec: str,
+        *,
+        processes: int,
+        seconds: float,
+        memory_bytes: int,
+        judges: Judges | None = None,
     ) -> None:
         self._kind = kind
         self._key = key
@@ -62,6 +89,7 @@ class WorkerPool:
         self._processes = processes
         self._seconds = seconds
         self._memory_bytes = memory_bytes
+        self._judges = judges
         self._queued = 0
         self._closed = False
         self._workers: set[_Worker] = set()
@@ -96,7 +124,8 @@ class WorkerPool:
 
         Raises:
             RewardError: it raised, was late, or returned what it may not.
-            InfrastructureError: its process died, or none was free.
+            InfrastructureError: its process died, or none was free, or a judge that it asked
+                failed.
         """
         async with self.take() as ask:
             return await ask(request)
@@ -140,7 +169,8 @@ class WorkerPool:
     async def _next_idle(self, patience: float | None) -> _Worker | None:
         # Every call ahead ends by its deadline, at worst with the start of a new worker.
         rounds = self._queued // self._processes + 1
-        seconds = patience or rounds * (self._seconds + _START_SECONDS)
+        asking = self._judges.seconds if self._judges is not None else 0.0
+        seconds = patience or rounds * (self._seconds + asking + _START_SECONDS)
         self._queued += 1
         try:
             async with asyncio.timeout(seconds):
@@ -154,7 +184,8 @@ class WorkerPool:
             self._queued -= 1
 
     async def _start(self) -> _Worker:
-        worker = await _Worker.start(self._kind, self._spec, self._memory_bytes)
+        judges = self._judges.names if self._judges is not None else []
+        worker = await _Worker.start(self._kind, self._spec, self._memory_bytes, judges)
         self._workers.add(worker)
         loaded = False
         try:
@@ -179,9 +210,37 @@ class WorkerPool:
         return worker
 
     async def _ask(self, worker: _Worker, request: str) -> dict[str, Any]:
+        """One call: its judges' answers go back to it until it answers itself."""
+        left, message, asked = self._seconds, request, 0
+        failure: InfrastructureError | None = None
+        clock = asyncio.get_running_loop().time
+        while True:
+            started = clock()
+            answer = await self._exchange(worker, message, left)
+            left -= clock() - started
+            if "judge" not in answer:
+                break
+            asked += 1
+            assert self._judges is not None  # a worker without judges asks none
+            try:
+                if asked > _MOST_QUESTIONS:
+                    raise RewardError(
+                        f"{self._spec} turned to its judges {_MOST_QUESTIONS} times in one call; "
+                        "ask several questions at once (judge.ask_all)"
+                    )
+                reply = await self._judges.answer(answer)
+            except InfrastructureError as error:
+                failure, reply = failure or error, {"failed": str(error)}
+            message = json.dumps(reply)
+        if failure is not None:
+            CALLS.labels("judge").inc()
+            raise failure
+        return answer
+
+    async def _exchange(self, worker: _Worker, message: str, seconds: float) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(self._seconds):
-                await worker.send(request)
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await worker.send(message)
                 answer = await worker.receive()
         except TimeoutError as error:
             CALLS.labels("deadline").inc()
@@ -217,7 +276,7 @@ class _Worker:
         self._answers = process.stdout
 
     @classmethod
-    async def start(cls, kind: str, spec: str, memory_bytes: int) -> _Worker:
+    async def start(cls, kind: str, spec: str, memory_bytes: int, judges: list[str]) -> _Worker:
         # As a script, apart from this package (-P): so it starts in a few hundredths of a second.
         # In a session of its own: so what the code starts can be killed with it.
         process = await asyncio.create_subprocess_exec(
@@ -228,6 +287,8 @@ class _Worker:
             spec,
             str(os.getpid()),
             str(memory_bytes),
+            json.dumps(judges),
+            env=surroundings(),
             limit=ANSWER_BYTES,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -2,7 +2,8 @@
 
 Protocol, one JSON object a line: first the worker says {"ready": true} or {"fault": why it cannot
 start}; then each request gets one answer, or {"fault": what the code did wrong}. What requests and
-answers hold is the host's matter.
+answers hold is the host's matter. Before its answer the code may ask judges: a line with {"judge":
+name} goes to the node, and one comes back.
 
 What must hold: nothing but answers reaches the pipe. The code's own standard output goes to
 standard error, its standard input is empty. The process ends with its parent: when its requests
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from leeway.orphans import end_with_parent
+from rollout_service.sandbox.judge import Judge, Line
 from rollout_service.sandbox.loading import FaultError, answer_line, fault_line
 
 
@@ -28,15 +30,15 @@ class Host(Protocol):
     def answer(self, request: dict[str, Any]) -> dict[str, Any]: ...
 
 
-def open_host(kind: str, spec: str) -> Host:
+def open_host(kind: str, spec: str, judges: dict[str, Judge]) -> Host:
     """Raises `FaultError` when what the user wrote cannot be used."""
     if kind == "environment":
         from rollout_service.sandbox.environment import EnvironmentHost
 
-        return EnvironmentHost(spec)
+        return EnvironmentHost(spec, judges)
     from rollout_service.sandbox.reward import RewardHost
 
-    return RewardHost(spec)
+    return RewardHost(spec, judges)
 
 
 def pipes() -> tuple[Any, Any]:
@@ -54,7 +56,7 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
-def main(kind: str, spec: str, parent: int, memory_bytes: int) -> None:
+def main(kind: str, spec: str, parent: int, memory_bytes: int, judges: list[str]) -> None:
     end_with_parent(parent)
     limit_memory(memory_bytes)
     requests, answers = pipes()
@@ -63,18 +65,22 @@ def main(kind: str, spec: str, parent: int, memory_bytes: int) -> None:
         answers.write(line)
         answers.flush()
 
+    line_to_node = Line(write, requests.readline)
     try:
-        host = open_host(kind, spec)
+        host = open_host(kind, spec, {name: Judge(name, line_to_node) for name in judges})
     except FaultError as fault:
         write(fault_line(fault))
         return
     write(answer_line({"ready": True}))
     for line in requests:
+        line_to_node.open()
         try:
-            write(answer_line(host.answer(json.loads(line))))
+            answer = answer_line(host.answer(json.loads(line)))
         except FaultError as fault:
-            write(fault_line(fault))
+            answer = fault_line(fault)
+        line_to_node.close()
+        write(answer)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), json.loads(sys.argv[5]))

@@ -16,6 +16,7 @@ from rollout_service.gateway.answering import Gateway
 from rollout_service.gateway.server import build_app, serve
 from rollout_service.prompts import Renderer
 from rollout_service.rewards import RewardPool
+from rollout_service.rewards.judges import Judges
 from rollout_service.sandbox.agents import AgentProcess
 from rollout_service.sandbox.pool import WorkerPool
 from rollout_service.workflows.agents import Agents, Program
@@ -36,14 +37,16 @@ async def open_workflow(
     """The workflow of `task.reward`, `task.environment` or `task.agent`.
 
     Raises:
-        ConfigError: what the user wrote cannot be used.
+        ConfigError: what the user wrote cannot be used, or a judge does not let its key in.
+        DeadlineError: a judge is away.
     """
     task = config.task
     task.check_scored()
     renderer = Renderer(tokenizer, engine.context_length, config.sampling.max_new_tokens)
     async with AsyncExitStack() as stack:
+        judges = await stack.enter_async_context(Judges(task.judges))
         if task.environment is None and task.agent is None:
-            rewards = await stack.enter_async_context(RewardPool.of(task))
+            rewards = await stack.enter_async_context(RewardPool.of(task, judges))
             yield SingleTurn(engine, renderer, rewards, node_id)
             return
         gateway = Gateway(
@@ -61,6 +64,7 @@ async def open_workflow(
                     processes=task.environment_processes,
                     seconds=task.environment_seconds,
                     memory_bytes=task.memory_bytes,
+                    judges=judges,
                 )
             )
             program: Program = EnvironmentProgram(

@@ -16,6 +16,7 @@ from leeway.errors import RewardError
 from leeway.trajectory import Task
 from rollout_service.gateway.sessions import Session
 from rollout_service.sandbox.agents import AgentProcess
+from rollout_service.sandbox.surroundings import surroundings
 from rollout_service.workflows.base import Sample
 
 # Of what a failed command wrote, its end says why.
@@ -62,7 +63,7 @@ class CommandProgram:
     async def run(self, sample: Sample, session: Session) -> None:
         root = self._base_url.removesuffix("/v1")
         environment = {
-            **os.environ,
+            **surroundings(),
             "OPENAI_BASE_URL": self._base_url,
             "OPENAI_API_KEY": session.key,
             "ANTHROPIC_BASE_URL": root,
