@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -21,6 +22,8 @@ from leeway.tokens import Signer, TokenError, Verifier
 log = structlog.get_logger(__name__)
 
 REFUSED = Counter("leeway_rpc_refused_total", "Calls that were refused, by why", ["reason"])
+CALLER: ContextVar[frozenset[Role]] = ContextVar("CALLER", default=EVERY_ROLE)
+"""The roles of whoever makes the call that is being answered."""
 CORE_LIMIT = 2
 _BEARER = "Bearer "
 
@@ -106,6 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
             wanted = ", ".join(sorted(may_call(method))) or "nobody"
             _log(method, context, "role", f"for {wanted}; came {', '.join(sorted(roles))}")
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{method} is for: {wanted}")
+        CALLER.set(roles)
 
     async def check_size(self, message: bytes, method: str, context: Any) -> None:
         """Aborts the call if the message is too large."""

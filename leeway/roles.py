@@ -15,6 +15,8 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAINER = "trainer"
     OPERATOR = "operator"
+    PRODUCER = "producer"
+    """Streams trajectories in from elsewhere; it reaches no task but those that it opened."""
 
 
 EVERY_ROLE = frozenset(Role)
@@ -25,14 +27,16 @@ HEALTH = "/grpc.health.v1.Health/"
 _ROLLOUT = frozenset({Role.ROLLOUT})
 _TRAINER = frozenset({Role.TRAINER})
 _OPERATOR = frozenset({Role.OPERATOR})
+_PRODUCER = frozenset({Role.PRODUCER})
 
 _QUEUE = {
     "EnqueueTasks": _TRAINER,
+    "OpenTask": _PRODUCER,
     "LeaseTasks": _ROLLOUT,
-    "Extend": _ROLLOUT,
-    "Push": _ROLLOUT,
+    "Extend": _ROLLOUT | _PRODUCER,
+    "Push": _ROLLOUT | _PRODUCER,
     "Return": _ROLLOUT,
-    "Fail": _ROLLOUT,
+    "Fail": _ROLLOUT | _PRODUCER,
     "LeaseBatch": _TRAINER,
     "Commit": _TRAINER,
     "Release": _TRAINER,

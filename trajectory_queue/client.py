@@ -150,7 +150,7 @@ class RolloutQueue:
             attempt_seconds=wait_seconds + _ATTEMPT_SECONDS,
         )
         return Leases(
-            leases=tuple(_lease(lease) for lease in answer.leases),
+            leases=tuple(read_lease(lease) for lease in answer.leases),
             waiting_for=answer.waiting_for,
             needs_version=answer.needs_version if answer.HasField("needs_version") else None,
             run_finished=answer.run_finished,
@@ -469,7 +469,7 @@ class _Filling:
         )
 
 
-def _lease(message: pb.TaskLease) -> Lease:
+def read_lease(message: pb.TaskLease) -> Lease:
     return Lease(
         lease_id=message.lease_id,
         task=Task.from_wire(message.task),

@@ -59,6 +59,7 @@ class Wait(StrEnum):
     BUDGET = "budget"
     FULL = "full"
     VERSION = "version"
+    KNOWN = "known"
 
 
 class Command(Generic[R]):
@@ -146,6 +147,8 @@ class NewTask:
     """How tokens are to be drawn, as text; trajectories must agree to the letter."""
     min_version: int
     payload: bytes
+    external: bool = False
+    """Only its producer can make its trajectories: it has one attempt, and nodes never get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,22 @@ class LeaseTasks(Command[TasksLeased]):
     version: int
     max_groups: int
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open(Command[TasksLeased]):
+    """Adds an external training task and leases it to its producer, or does neither.
+
+    The lease is called `open_lease(task_id)`: repeating the call gives it while it is held.
+    """
+
+    node_id: str
+    version: int
+    task: NewTask
+
+
+def open_lease(task_id: str) -> str:
+    return f"open/{task_id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ def task_wait(leased: TasksLeased, settings: Settings) -> str:
         "running, queued or in training",
         Wait.FULL: f"room: the queue holds {leased.payload_bytes} of queue.max_bytes = "
         f"{settings.max_bytes} bytes; train, checkpoint more often, or raise it",
+        Wait.KNOWN: "nothing: the task was opened before, and its lease has ended",
         Wait.VERSION: f"the node's weights: version {leased.needs_version} is needed",
     }
     return reasons[leased.wait]

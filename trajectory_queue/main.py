@@ -15,6 +15,7 @@ from trajectory_queue.embedded import redis_server
 from trajectory_queue.metrics import watch_loop
 from trajectory_queue.service import QueueService
 from trajectory_queue.store import open_store
+from trajectory_queue.terms import Terms
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +42,7 @@ async def serve(
     settings = Settings.from_config(config)
     with redis_server(config, config.run.path / "redis") as url:
         async with open_store(url, settings, clock=clock) as store:
-            service = QueueService(store, settings)
+            service = QueueService(store, settings, Terms.of(config))
 
             async def setup(server: rpc.Server) -> None:
                 await server.add(

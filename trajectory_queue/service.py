@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,7 +19,9 @@ import structlog
 
 from leeway import rpc
 from leeway.errors import DataError, FencedError, InfrastructureError, WireError
+from leeway.guard import CALLER
 from leeway.health import HEALTH
+from leeway.roles import Role
 from leeway.traces import TRACES
 from leeway.trajectory import Task, Trajectory
 from leeway.v1 import queue_pb2 as pb
@@ -30,6 +33,7 @@ from trajectory_queue.door import examine, sampling_text
 from trajectory_queue.metrics import COLLECTOR
 from trajectory_queue.signals import pause
 from trajectory_queue.store import StoreFullError
+from trajectory_queue.terms import Terms
 
 log = structlog.get_logger(__name__)
 
@@ -61,9 +65,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     """Serves one run's queue out of `store`."""
 
-    def __init__(self, store: c.Store, settings: c.Settings) -> None:
+    def __init__(self, store: c.Store, settings: c.Settings, terms: Terms) -> None:
         self._store = store
         self._settings = settings
+        self._terms = terms
 
     async def tend(self, stop: asyncio.Event) -> None:
         """Takes leases back from silent nodes, and keeps the metrics fresh, until `stop`."""
@@ -90,6 +95,41 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
             added = await self._store.apply(c.Enqueue(request.incarnation, tasks))
             return pb.EnqueueTasksResponse(accepted=added.accepted, duplicates=added.duplicates)
 
+    async def OpenTask(  # noqa: N802
+        self, request: pb.OpenTaskRequest, context: Context
+    ) -> pb.OpenTaskResponse:
+        async with _answering(context):
+            task = self._terms.applied(request.task)
+            command = c.Open(request.producer_id, request.version, _new_task(task, external=True))
+            leased = await self._leasing(command, request.wait_seconds)
+            for _ in leased.leases:
+                TRACES.begin(task.task_id, "open", node=request.producer_id)
+            return pb.OpenTaskResponse(
+                lease=_task_lease(leased.leases[0]) if leased.leases else None,
+                waiting_for=explain.task_wait(leased, self._settings),
+                needs_version=leased.needs_version,
+                run_finished=leased.run_finished,
+                known=leased.wait is c.Wait.KNOWN,
+            )
+
+    async def _leasing(
+        self, command: c.Command[c.TasksLeased], wait_seconds: float
+    ) -> c.TasksLeased:
+        """Applies the command again and again until something is leased, or never will be."""
+        deadline = _Deadline(wait_seconds)
+        while True:
+            changed = self._store.signals.listen("tasks")
+            leased = await self._store.apply(command)
+            if (
+                leased.leases
+                or leased.needs_version is not None
+                or leased.run_finished
+                or leased.wait is c.Wait.KNOWN
+                or deadline.over
+            ):
+                return leased
+            await self._store.signals.wait("tasks", changed, deadline.left(_RECHECK_SECONDS))
+
     # Rollout nodes --------------------------------------------------------------------------------
 
     async def LeaseTasks(  # noqa: N802
@@ -102,18 +142,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 request.max_groups,
                 request.request_id or uuid.uuid4().hex,
             )
-            deadline = _Deadline(request.wait_seconds)
-            while True:
-                changed = self._store.signals.listen("tasks")
-                leased = await self._store.apply(command)
-                if (
-                    leased.leases
-                    or leased.needs_version is not None
-                    or leased.run_finished
-                    or deadline.over
-                ):
-                    break
-                await self._store.signals.wait("tasks", changed, deadline.left(_RECHECK_SECONDS))
+            leased = await self._leasing(command, request.wait_seconds)
             answer = pb.LeaseTasksResponse(
                 leases=[_task_lease(lease) for lease in leased.leases],
                 waiting_for=explain.task_wait(leased, self._settings),
@@ -129,6 +158,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.ExtendRequest, context: Context
     ) -> pb.ExtendResponse:
         async with _answering(context):
+            _only_own(each.lease_id for each in request.progress)
             extended = await self._store.apply(
                 c.Extend(
                     request.node_id,
@@ -144,6 +174,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.PushRequest, context: Context
     ) -> pb.PushResponse:
         async with _answering(context):
+            _only_own(item.lease_id for item in request.trajectories)
             examined: list[c.Entry | c.AtTheDoor] = []
             for number, item in enumerate(request.trajectories):
                 examined.append(examine(item.lease_id, item.trajectory))
@@ -152,6 +183,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
             arrived = time.time()
             entries = tuple(item for item in examined if isinstance(item, c.Entry))
             at_the_door = tuple(item for item in examined if isinstance(item, c.AtTheDoor))
+            _only_own((entry.lease_id for entry in entries), [entry.task_id for entry in entries])
             deadline = _Deadline(_AHEAD_SECONDS)
             while True:
                 command = c.Push(entries, at_the_door, patient=not deadline.over)
@@ -195,6 +227,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.FailRequest, context: Context
     ) -> pb.FailResponse:
         async with _answering(context):
+            _only_own([request.lease_id])
             failure = _FAILURES.get(request.kind)
             if failure is None:
                 raise DataError(f"kind = {request.kind}: say infrastructure, data or reward")
@@ -474,7 +507,24 @@ def _lane(purpose: int) -> c.Lane:
     return lane
 
 
-def _new_task(message: domain.Task) -> c.NewTask:
+def _only_own(lease_ids: Iterable[str], task_ids: Iterable[str] = ()) -> None:
+    """Producers reach what they opened, and nothing that nodes generate.
+
+    Raises:
+        DataError: a lease is not of `OpenTask`, or of another task.
+    """
+    if CALLER.get() & {Role.ROLLOUT}:
+        return
+    for lease_id, task_id in zip_longest(lease_ids, task_ids):
+        opened = lease_id.startswith(c.open_lease(""))
+        if not opened or task_id not in (None, lease_id.removeprefix(c.open_lease(""))):
+            raise DataError(
+                f"lease_id = {lease_id!r}: a producer may use the leases that OpenTask gave it, "
+                "each for its own task" + (f", not for {task_id!r}" if task_id is not None else "")
+            )
+
+
+def _new_task(message: domain.Task, *, external: bool = False) -> c.NewTask:
     task = Task.from_wire(message)
     if not 0 <= task.sequence < _MOST_SEQUENCES:
         raise DataError(f"task {task.task_id!r}: sequence = {task.sequence}: use 0 to 2^32 - 1")
@@ -486,6 +536,7 @@ def _new_task(message: domain.Task) -> c.NewTask:
         sampling=sampling_text(task.sampling),
         min_version=task.min_version,
         payload=message.SerializeToString(),
+        external=external,
     )
 
 

@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 R = TypeVar("R")
 
-_ROLLOUT = (c.Enqueue, c.LeaseTasks, c.Extend, c.Push, c.GiveBack, c.Fail, c.Expire)
+_ROLLOUT = (c.Enqueue, c.Open, c.LeaseTasks, c.Extend, c.Push, c.GiveBack, c.Fail, c.Expire)
 _TRAINER = (c.LeaseBatch, c.Fetch, c.Commit, c.Release, c.Checkpointed, c.Resume)
 _SCRIPT_OF: dict[type[Command[Any]], str] = {
     **dict.fromkeys(_ROLLOUT, "rollout"),

@@ -63,7 +63,9 @@ def names(parts: Parts) -> list[str]:
     suffixes = ["tokens", "rollout-token"] if parts.tokens else []
     suffixes += ["redis-tls"] if parts.redis else []
     suffixes += ["ca"] if parts.redis or parts.certificates else []
-    components = ("queue", "trainer", "rollout", "operator") if parts.certificates else ()
+    components = (
+        ("queue", "trainer", "rollout", "operator", "producer") if parts.certificates else ()
+    )
     suffixes += [f"{component}-tls" for component in components]
     return [f"{parts.release}-{suffix}" for suffix in suffixes]
 
@@ -89,6 +91,7 @@ def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[st
             wanted["trainer-tls"] = parts.server_names, (Role.TRAINER,)
             wanted["rollout-tls"] = (NODE_NAME,), (Role.ROLLOUT,)
             wanted["operator-tls"] = ("leeway-operator",), (Role.OPERATOR,)
+            wanted["producer-tls"] = ("leeway-producer",), (Role.PRODUCER,)
         if parts.redis:
             wanted["redis-tls"] = (name("redis"), "localhost"), ()
         for suffix, (names, roles) in wanted.items():

@@ -46,6 +46,32 @@ class EnqueueTasksResponse(_message.Message):
     duplicates: int
     def __init__(self, accepted: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
 
+class OpenTaskRequest(_message.Message):
+    __slots__ = ("producer_id", "version", "task", "wait_seconds")
+    PRODUCER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    producer_id: str
+    version: int
+    task: _trajectory_pb2.Task
+    wait_seconds: float
+    def __init__(self, producer_id: _Optional[str] = ..., version: _Optional[int] = ..., task: _Optional[_Union[_trajectory_pb2.Task, _Mapping]] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
+
+class OpenTaskResponse(_message.Message):
+    __slots__ = ("lease", "waiting_for", "needs_version", "run_finished", "known")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    lease: TaskLease
+    waiting_for: str
+    needs_version: int
+    run_finished: bool
+    known: bool
+    def __init__(self, lease: _Optional[_Union[TaskLease, _Mapping]] = ..., waiting_for: _Optional[str] = ..., needs_version: _Optional[int] = ..., run_finished: _Optional[bool] = ..., known: _Optional[bool] = ...) -> None: ...
+
 class LeaseTasksRequest(_message.Message):
     __slots__ = ("node_id", "version", "max_groups", "wait_seconds", "request_id")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]

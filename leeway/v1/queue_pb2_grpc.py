@@ -43,6 +43,11 @@ class TrajectoryQueueStub:
                 request_serializer=leeway_dot_v1_dot_queue__pb2.EnqueueTasksRequest.SerializeToString,
                 response_deserializer=leeway_dot_v1_dot_queue__pb2.EnqueueTasksResponse.FromString,
                 _registered_method=True)
+        self.OpenTask = channel.unary_unary(
+                '/leeway.v1.TrajectoryQueue/OpenTask',
+                request_serializer=leeway_dot_v1_dot_queue__pb2.OpenTaskRequest.SerializeToString,
+                response_deserializer=leeway_dot_v1_dot_queue__pb2.OpenTaskResponse.FromString,
+                _registered_method=True)
         self.LeaseTasks = channel.unary_unary(
                 '/leeway.v1.TrajectoryQueue/LeaseTasks',
                 request_serializer=leeway_dot_v1_dot_queue__pb2.LeaseTasksRequest.SerializeToString,
@@ -144,6 +149,14 @@ class TrajectoryQueueServicer:
 
     def EnqueueTasks(self, request, context):
         """Producers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenTask(self, request, context):
+        """Programs whose traffic becomes trajectories: opens a task of their own together with its lease, if
+        the budget allows, after waiting up to wait_seconds. They go on with Extend, Push and Fail.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,6 +281,11 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     request_deserializer=leeway_dot_v1_dot_queue__pb2.EnqueueTasksRequest.FromString,
                     response_serializer=leeway_dot_v1_dot_queue__pb2.EnqueueTasksResponse.SerializeToString,
             ),
+            'OpenTask': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenTask,
+                    request_deserializer=leeway_dot_v1_dot_queue__pb2.OpenTaskRequest.FromString,
+                    response_serializer=leeway_dot_v1_dot_queue__pb2.OpenTaskResponse.SerializeToString,
+            ),
             'LeaseTasks': grpc.unary_unary_rpc_method_handler(
                     servicer.LeaseTasks,
                     request_deserializer=leeway_dot_v1_dot_queue__pb2.LeaseTasksRequest.FromString,
@@ -390,6 +408,33 @@ class TrajectoryQueue:
             '/leeway.v1.TrajectoryQueue/EnqueueTasks',
             leeway_dot_v1_dot_queue__pb2.EnqueueTasksRequest.SerializeToString,
             leeway_dot_v1_dot_queue__pb2.EnqueueTasksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenTask(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/leeway.v1.TrajectoryQueue/OpenTask',
+            leeway_dot_v1_dot_queue__pb2.OpenTaskRequest.SerializeToString,
+            leeway_dot_v1_dot_queue__pb2.OpenTaskResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,7 +20,7 @@ from leeway.deploy.credentials import (
 )
 from leeway.deploy.kubernetes import Secrets
 from leeway.errors import ConfigError
-from leeway.roles import roles_of
+from leeway.roles import Role, roles_of
 from tests.deploy import kube_api
 from tests.deploy.charts import NAMESPACE, of_kind, render
 
@@ -41,12 +41,12 @@ def test_each_certificate_is_the_authoritys_and_names_its_role() -> None:
     made = make(PARTS, {}, NOW)
     assert set(made) == set(names(PARTS))
     authority = certificate(made["trainer-ca"])
-    for component in ("queue", "trainer", "rollout", "operator", "redis"):
+    for component in ("queue", "redis", *Role):
         secret = made[f"trainer-{component}-tls"]
         certificate(secret).verify_directly_issued_by(authority)
         uris = alternatives(secret).get_values_for_type(x509.UniformResourceIdentifier)
         roles = {role.value for role in roles_of(uris)}
-        assert roles == ({component} if component in ("trainer", "rollout", "operator") else set())
+        assert roles == ({component} & set(Role))
     for component in ("queue", "trainer"):
         dns = alternatives(made[f"trainer-{component}-tls"]).get_values_for_type(x509.DNSName)
         assert dns == list(PARTS.server_names)

@@ -53,6 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.now = 1_000
         self.enqueued: dict[str, c.NewTask] = {}
         self.leases: list[tuple[str, str, str]] = []  # Lease, task, node: also what has ended.
+        self.opens: list[c.Open] = []
         self.pushes: list[c.Push] = []
         self.requests: list[c.LeaseTasks] = []
         self.commits: list[c.Commit] = []
@@ -135,12 +136,43 @@ class QueueMachine(RuleBasedStateMachine):
         lanes = set()
         for lease in leased.leases:
             task = next(t for t in self.enqueued.values() if _leases(t, lease))
+            assert not task.external
             lanes.add(task.lane)
             self.leases.append((lease.lease_id, task.task_id, command.node_id))
             for key in self._samples_of(task.task_id):  # What a drop or a death discarded.
                 if key[1] not in lease.done:
                     del self.samples[key]
         return lanes
+
+    @rule(node=NODES, lag=st.integers(0, 2), min_version=st.sampled_from([0, 0, 1]))
+    def open_task(self, node: str, lag: int, min_version: int) -> None:
+        version = max(0, self.version - lag)
+        number = 1_000 + next(self.names)
+        task = new_task(number, size=SIZE, external=True, min_version=min_version)
+        self.opens.append(c.Open(node, version, task))
+        before = self.apply(c.Status())
+        opened = self.apply(self.opens[-1])
+        after = self.apply(c.Status())
+        assert after.enqueued == before.enqueued + len(opened.leases)
+        if opened.leases:
+            self.enqueued[task.task_id] = task
+            self.leases.append((opened.leases[0].lease_id, task.task_id, node))
+            assert _outstanding(after) <= (after.budget + 1) * after.batch_groups
+
+    @precondition(lambda self: self.opens)
+    @rule(data=st.data())
+    def open_again(self, data: st.DataObject) -> None:
+        """A repeated call gives the lease that is still held, and never a second attempt."""
+        command = data.draw(st.sampled_from(self.opens[-3:]))
+        known = command.task.task_id in self.enqueued
+        opened = self.apply(command)
+        if not known and opened.leases:
+            self.enqueued[command.task.task_id] = command.task
+            lease_id = opened.leases[0].lease_id
+            self.leases.append((lease_id, command.task.task_id, command.node_id))
+        elif known:
+            assert opened.leases or opened.wait is c.Wait.KNOWN
+        assert all(lease.attempt == 1 for lease in opened.leases)
 
     @precondition(lambda self: self.leases)
     @rule(
@@ -354,7 +386,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def requeue(self) -> None:
         dead = self.apply(c.ListDead(100)).tasks
-        assert self.apply(c.Requeue((), "operator")).count == len(dead)
+        own = [task for task in dead if not self.enqueued[task.task_id].external]
+        assert self.apply(c.Requeue((), "operator")).count == len(own)
 
     @rule(data=st.data())
     def inspect(self, data: st.DataObject) -> None:

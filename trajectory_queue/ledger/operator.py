@@ -94,7 +94,8 @@ def list_dead(books: Books, command: c.ListDead) -> c.DeadTasks:
 
 def requeue(books: Books, command: c.Requeue) -> c.Requeued:
     wanted = set(command.task_ids)
-    chosen = [g for g in _dead(books) if not wanted or g.task.task_id in wanted]
+    dead = [g for g in _dead(books) if not g.task.external]  # No node could generate those.
+    chosen = [g for g in dead if not wanted or g.task.task_id in wanted]
     for group in chosen:
         group.failures = 0
         books.move(group, State.WAITING)

@@ -56,6 +56,26 @@ def lease_tasks(books: Books, command: c.LeaseTasks) -> c.TasksLeased:
     return _leased(books, admitted, Wait.VERSION if needs else wait, min(needs, default=None))
 
 
+def open_task(books: Books, command: c.Open) -> c.TasksLeased:
+    _expire_leases(books)
+    books.see(command.node_id, command.version)
+    task = command.task
+    lease_id = c.open_lease(task.task_id)
+    if task.task_id in books.known:
+        held = books.held(lease_id, command.node_id)
+        return _leased(books, [held] if held is not None else [], Wait.KNOWN)
+    wait = _admission(books)
+    if wait is Wait.NONE and books.outstanding() >= books.capacity():
+        wait = Wait.BUDGET
+    required = max(books.required_version(), task.min_version)
+    if wait is Wait.NONE and command.version < required:
+        return _leased(books, [], Wait.VERSION, required)
+    if wait is not Wait.NONE:
+        return _leased(books, [], wait)
+    books.add(task)
+    return _leased(books, [_lease(books, books.groups[task.task_id], command, lease_id)])
+
+
 def _admission(books: Books) -> Wait:
     if books.paused:
         return Wait.PAUSED
@@ -69,7 +89,7 @@ def _admission(books: Books) -> Wait:
     return Wait.NONE
 
 
-def _lease(books: Books, group: Group, command: c.LeaseTasks, lease_id: str) -> Group:
+def _lease(books: Books, group: Group, command: c.LeaseTasks | c.Open, lease_id: str) -> Group:
     books.move(group, State.RUNNING)
     group.lease_id, group.node_id = lease_id, command.node_id
     group.admitted = command.version
@@ -242,7 +262,9 @@ def _filter(settings: c.Settings, group: Group) -> str:
 
 def give_back(books: Books, command: c.GiveBack) -> c.Done:
     group = books.held(command.lease_id, command.node_id)
-    if group is not None:
+    if group is not None and group.task.external:
+        _fail_attempt(books, group, Failure.INFRASTRUCTURE, "its producer gave it back")
+    elif group is not None:
         books.counters["given_back"] += 1
         for partial in command.partials:
             if partial.index < group.task.size and partial.index not in group.slots:
@@ -289,7 +311,8 @@ def _fail_attempt(books: Books, group: Group, failure: Failure, message: str) ->
     books.end_lease(group)
     group.failures += 1
     group.reasons = [*group.reasons, f"{failure}: {message}"][-REASONS_KEPT:]
-    if failure is not Failure.DATA and group.failures < books.settings.max_attempts:
+    curable = failure is not Failure.DATA and not group.task.external
+    if curable and group.failures < books.settings.max_attempts:
         books.move(group, State.WAITING)
     elif books.settings.min_group is not None and len(group.slots) >= books.settings.min_group:
         books.counters["short_groups"] += 1
@@ -301,6 +324,7 @@ def _fail_attempt(books: Books, group: Group, failure: Failure, message: str) ->
 
 HANDLERS: Handlers = {
     c.Enqueue: enqueue,
+    c.Open: open_task,
     c.LeaseTasks: lease_tasks,
     c.Extend: extend,
     c.Push: push,

@@ -90,7 +90,8 @@ def _passes(books: Books, group: Group, budget: int) -> bool:
         books.counters["masked"] += 1
         group.mask_below = limit
         return True
-    if policy is OverBudget.DROP and group.reissues < books.settings.max_reissues:
+    reissued = group.reissues < books.settings.max_reissues and not group.task.external
+    if policy is OverBudget.DROP and reissued:
         books.counters["reissued"] += 1
         group.reissues += 1
         books.count_lengths("dropped", group)

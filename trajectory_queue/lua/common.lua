@@ -136,7 +136,7 @@ local groups = {}
 local function new_group(task)
   local g = {
     lane = task.lane, state = 'waiting', sequence = task.sequence, size = task.size,
-    min_version = task.min_version, sampling = task.sampling, lease = '', node = '', expires = 0,
+    min_version = task.min_version, sampling = task.sampling, external = task.external, lease = '', node = '', expires = 0,
     admitted = 0, progress = 0, progressed_at = 0, attempts = 0, longest = 0, failures = 0, reissues = 0, reasons = {}, slots = {}, samples = 0, tokens = 0,
     bytes = 0, partial_bytes = 0, score_sum = 0, mixed = false, queued_at = 0, committed_at = 0,
   }

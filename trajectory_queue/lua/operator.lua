@@ -115,8 +115,9 @@ return reply({
     local wanted, number = {}, 0
     for _, id in ipairs(args.task_ids) do wanted[id] = true end
     for _, id in ipairs(call('ZRANGE', P .. 'dead', 0, -1)) do
-      if #args.task_ids == 0 or wanted[id] then
-        local g = group(id)
+      local g = group(id)
+      -- No node could generate those of producers.
+      if (#args.task_ids == 0 or wanted[id]) and not g.external then
         g.failures = 0
         move(g, 'waiting')
         number = number + 1

@@ -40,7 +40,7 @@ local function fail_attempt(g, failure, message)
   g.failures = g.failures + 1
   g.reasons[#g.reasons + 1] = failure .. ': ' .. message
   if #g.reasons > REASONS_KEPT then table.remove(g.reasons, 1) end
-  if failure ~= 'data' and g.failures < S.max_attempts then
+  if failure ~= 'data' and not g.external and g.failures < S.max_attempts then
     move(g, 'waiting')
   elseif S.min_group and g.samples >= S.min_group then
     count('short_groups')
@@ -81,6 +81,10 @@ local function lease(g, lease_id)
   move(g, 'running')
   call('HSET', P .. 'leases', lease_id, g.id)
   return g
+end
+
+local function required_version(g)
+  return math.max(g.min_version, L.version + math.floor(outstanding() / S.batch_groups) - L.budget)
 end
 
 local function leased(chosen, wait, needed)
@@ -194,22 +198,45 @@ local function takes(g, entry)
     and not g.slots[tostring(entry.index)]
 end
 
+-- A new group, which waits; nil when the run knows the task.
+local function add(task)
+  if call('SADD', P .. 'known', task.task_id) == 0 then return nil end
+  local g = new_group(task)
+  call('HSET', P .. 'group:' .. task.task_id, 'task', blob(task.payload))
+  call('ZADD', P .. 'waiting:' .. task.lane, task.sequence, task.task_id)
+  add_count(task.lane, 'waiting', 1)
+  return g
+end
+
 return reply({
   Enqueue = function()
     if args.incarnation ~= 0 then fence(args.incarnation) end
     tick()
     local accepted = 0
     for _, task in ipairs(args.tasks) do
-      if call('SADD', P .. 'known', task.task_id) == 1 then
+      if add(task) then
         accepted = accepted + 1
-        new_group(task)
-        call('HSET', P .. 'group:' .. task.task_id, 'task', blob(task.payload))
-        call('ZADD', P .. 'waiting:' .. task.lane, task.sequence, task.task_id)
-        add_count(task.lane, 'waiting', 1)
         wake.tasks = true
       end
     end
     return {accepted = accepted, duplicates = #args.tasks - accepted}
+  end,
+
+  Open = function()
+    tick()
+    expire()
+    see(args.node_id, args.version)
+    local task = args.task
+    local lease_id = 'open/' .. task.task_id
+    if call('SISMEMBER', P .. 'known', task.task_id) == 1 then
+      return leased({held(lease_id, args.node_id)}, 'known')
+    end
+    local wait = admission()
+    if wait == '' and outstanding() >= capacity() then wait = 'budget' end
+    local required = required_version(task)
+    if wait == '' and args.version < required then return leased({}, 'version', required) end
+    if wait ~= '' then return leased({}, wait) end
+    return leased({lease(add(task), lease_id)}, '')
   end,
 
   LeaseTasks = function()
@@ -240,10 +267,9 @@ return reply({
     while #chosen < args.max_groups do
       local id = call('ZRANGE', P .. 'waiting:train', 0, 0)[1]
       if not id then break end
-      local g, ahead = group(id), outstanding()
-      local required = math.max(g.min_version,
-        L.version + math.floor(ahead / S.batch_groups) - L.budget)
-      if ahead >= capacity() then
+      local g = group(id)
+      local required = required_version(g)
+      if outstanding() >= capacity() then
         wait = 'budget'
         break
       elseif g.samples == g.size then
@@ -338,6 +364,10 @@ return reply({
     local g = held(args.lease_id, args.node_id)
     if not g then return {} end
     tick()
+    if g.external then
+      fail_attempt(g, 'infrastructure', 'its producer gave it back')
+      return {}
+    end
     count('given_back')
     for _, partial in ipairs(args.partials) do
       if partial.index < g.size and not g.slots[tostring(partial.index)] then

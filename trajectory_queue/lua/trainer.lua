@@ -37,7 +37,7 @@ local function passes(g, budget)
     return true
   end
   count_lengths('dropped', g)
-  if S.over_budget == 'drop' and g.reissues < S.max_reissues then
+  if S.over_budget == 'drop' and g.reissues < S.max_reissues and not g.external then
     count('reissued')
     g.reissues = g.reissues + 1
     drop_payloads(g)
