@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-sglang lint kill-trainer chaos format protos protos-check charts namespaces release-protos \
+.PHONY: help quickstart test test-sglang test-openenv lint kill-trainer chaos format protos protos-check charts namespaces release-protos \
 	clean setup-quickstart setup-dev setup-deploy
 
 help: ## Show this list
@@ -29,6 +29,14 @@ lint: setup-dev protos-check ## Check style, types, protos and generated code
 test-sglang: setup-dev $(VENV)-sglang/.ready ## Pass the engine contract on a real SGLang server, on CPU
 	LEEWAY_SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python \
 		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
+
+test-openenv: setup-dev $(VENV)-openenv/.ready ## Pass the OpenEnv adapter's tests on its real server
+	LEEWAY_OPENENV_PYTHON=$(CURDIR)/$(VENV)-openenv/bin/python \
+		$(BIN)/python -m pytest tests/agents/test_openenv.py
+
+$(VENV)-openenv/.ready:
+	tests/openenv/install.sh $(VENV)-openenv
+	@touch $@
 
 # A virtual environment of its own (2.7 GB): SGLang's pins are not ours.
 $(VENV)-sglang/.ready:

@@ -20,6 +20,7 @@ from rollout_service.gateway.requests import (
     Choice,
     Completion,
     optional,
+    refuse_constraints,
     refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
@@ -29,6 +30,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def parse(body: Mapping[str, Any]) -> Ask:
     """Raises `DataError` naming the field that cannot be served."""
+    refuse_constraints(body)
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": plain_text(body["system"])})

@@ -15,7 +15,7 @@ from rollout_service.gateway.requests import (
     Completion,
     optional,
     refuse_forced_tools,
-    refuse_schema,
+    refuse_constraints,
 )
 from rollout_service.gateway.sessions import Call
 
@@ -25,7 +25,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise DataError(f"messages = {messages!r:.80}: send a list of messages")
-    refuse_schema(body.get("response_format"), "response_format")
+    refuse_constraints(body)
     stop = body.get("stop") or ()
     parallel = optional(body, "parallel_tool_calls", bool)
     return Ask(

@@ -9,12 +9,13 @@ from typing import Any
 from leeway.errors import DataError
 from rollout_service.answers import AnswerFormat, token_texts
 from rollout_service.gateway.openai_chat import event, usage
-from rollout_service.gateway.requests import Ask, Choice, Completion, optional
+from rollout_service.gateway.requests import Ask, Choice, Completion, optional, refuse_constraints
 from rollout_service.gateway.sessions import Call
 
 
 def parse(body: Mapping[str, Any]) -> Ask:
     """Raises `DataError` naming the field that cannot be served."""
+    refuse_constraints(body)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

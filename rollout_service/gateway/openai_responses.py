@@ -22,7 +22,7 @@ from rollout_service.gateway.requests import (
     Completion,
     optional,
     refuse_forced_tools,
-    refuse_schema,
+    refuse_constraints,
 )
 from rollout_service.gateway.sessions import Call
 
@@ -34,7 +34,7 @@ def parse(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> Ask:
     Raises:
         DataError: naming the field that cannot be served.
     """
-    refuse_schema((body.get("text") or {}).get("format"), "text.format")
+    refuse_constraints(body)
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": plain_text(body["instructions"])})

@@ -15,6 +15,22 @@ from rollout_service.gateway.conversation import Answer
 from rollout_service.gateway.messages import Message, Tool
 
 
+_CONSTRAINTS = {
+    # OpenAI, Anthropic.
+    "response_format": None,
+    "text": "format",
+    "logit_bias": None,
+    "output_format": None,
+    "output_config": "format",
+    # vLLM.
+    "structured_outputs": None,
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    # SGLang, llama.cpp.
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "grammar")),
+}
+"""Fields that constrain an answer, and where inside them, if not the field itself."""
+
+
 class OverBudgetError(LeewayError):
     """More is under way than may be; it works again after `retry_seconds`."""
 
@@ -133,11 +149,22 @@ def refuse_forced_tools(choice: Any) -> bool:
     )
 
 
-def refuse_schema(value: Any, key: str) -> None:
-    """Raises `DataError` for a structured output: tokens outside it would have been likely."""
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    if kind not in (None, "text"):
+def refuse_constraints(body: Mapping[str, Any]) -> None:
+    """Refuses what would narrow the distribution that tokens are drawn from, in any dialect.
+
+    Raises:
+        DataError: naming the field.
+    """
+    for key, inner in _CONSTRAINTS.items():
+        value = body.get(key)
+        if inner is not None:
+            value, key = (
+                (value.get(inner) if isinstance(value, Mapping) else None),
+                f"{key}.{inner}",
+            )
+        if not value or (isinstance(value, Mapping) and value.get("type") == "text"):
+            continue
         raise DataError(
-            f"{key} = {kind!r}: a constrained distribution is not the policy's own, so that every "
-            "importance ratio would be wrong; ask for the format in the prompt"
+            f"{key} = {value!r:.80}: a constrained distribution is not the policy's own, so that "
+            "every importance ratio would be wrong; ask for the format in the prompt, and reward it"
         )

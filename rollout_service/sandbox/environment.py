@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from rollout_service.sandbox.judge import Judge, JudgeFailed
-from rollout_service.sandbox.loading import FaultError, describe, finite, load, outcome
+from rollout_service.sandbox.loading import FaultError, finite, load, outcome, raised
 from rollout_service.sandbox.reward import Columns
 
 _OWN = ("reset", "step", "score", "close", "render")
@@ -114,9 +114,7 @@ class EnvironmentHost:
         try:
             return method(*args, **kwargs)
         except (Exception, SystemExit, JudgeFailed) as error:
-            raise FaultError(
-                f"{what} raised {describe(error)}; handle this case in the environment"
-            ) from error
+            raise raised(f"{what} ", error, "environment") from error
 
 
 def _tools(environment: Any) -> Any:

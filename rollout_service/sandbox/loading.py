@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from leeway.errors import InfrastructureError
+
 # The longest answer of a worker, in one line: a tool's result, an environment's messages.
 ANSWER_BYTES = 4 << 20
 # A fault is cut to this many characters.
@@ -20,7 +22,15 @@ _FAULT_LENGTH = 2000
 
 
 class FaultError(Exception):
-    """What the user has to know: the message names the cause and the remedy."""
+    """What the user has to know: the message names the cause and the remedy.
+
+    Args:
+        infrastructure: Something that the code needs is away: another attempt may succeed.
+    """
+
+    def __init__(self, message: str, *, infrastructure: bool = False) -> None:
+        super().__init__(message)
+        self.infrastructure = infrastructure
 
 
 def answer_line(message: dict[str, Any]) -> bytes:
@@ -37,7 +47,8 @@ def answer_line(message: dict[str, Any]) -> bytes:
 def fault_line(fault: object, message: dict[str, Any] | None = None) -> bytes:
     """A fault, for the same run as the message."""
     run = {"run": message["run"]} if message is not None and "run" in message else {}
-    return json.dumps({**run, "fault": str(fault)[:_FAULT_LENGTH]}).encode() + b"\n"
+    away = {"infrastructure": True} if getattr(fault, "infrastructure", False) else {}
+    return json.dumps({**run, "fault": str(fault)[:_FAULT_LENGTH], **away}).encode() + b"\n"
 
 
 def load(spec: str) -> Any:
@@ -75,6 +86,18 @@ def describe(error: BaseException) -> str:
     last = traceback.format_exception_only(error)[-1].strip()
     frames = traceback.extract_tb(error.__traceback__)
     return f"{last} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else last
+
+
+def raised(what: str, error: BaseException, where: str) -> FaultError:
+    """The fault of code that raised; `InfrastructureError` is how code says that it is not its own.
+
+    Args:
+        what: Raised it, for the message.
+        where: To repair it.
+    """
+    if isinstance(error, InfrastructureError):
+        return FaultError(f"{what}needs what is away: {error}", infrastructure=True)
+    return FaultError(f"{what}raised {describe(error)}; handle this case in the {where}")
 
 
 def finite(value: Any) -> float:

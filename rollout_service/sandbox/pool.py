@@ -124,8 +124,8 @@ class WorkerPool:
 
         Raises:
             RewardError: it raised, was late, or returned what it may not.
-            InfrastructureError: its process died, or none was free, or a judge that it asked
-                failed.
+            InfrastructureError: its process died, or none was free; a judge that it asked failed;
+                or it raised this itself.
         """
         async with self.take() as ask:
             return await ask(request)
@@ -150,6 +150,9 @@ class WorkerPool:
                 answered = False
                 answer = await self._ask(kept, json.dumps(dict(request)))
                 answered = True
+                if "infrastructure" in answer:
+                    CALLS.labels("away").inc()
+                    raise InfrastructureError(f"{self._spec} {answer['fault']}")
                 if "fault" in answer:
                     CALLS.labels("fault").inc()
                     raise RewardError(f"{self._spec} {answer['fault']}")

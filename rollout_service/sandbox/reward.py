@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from rollout_service.sandbox.judge import Judge, JudgeFailed
-from rollout_service.sandbox.loading import FaultError, describe, finite, load
+from rollout_service.sandbox.loading import FaultError, finite, load, raised
 
 
 class RewardHost:
@@ -45,9 +45,7 @@ class RewardHost:
         try:
             value = self._function(request["completion"], **given)
         except (Exception, SystemExit, JudgeFailed) as error:
-            raise FaultError(
-                f"raised {describe(error)}; handle this case in the function"
-            ) from error
+            raise raised("", error, "function") from error
         return {"value": finite(value)}
 
 
