@@ -14,8 +14,8 @@ from rollout_service.gateway.requests import (
     Choice,
     Completion,
     optional,
-    refuse_forced_tools,
     refuse_constraints,
+    refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
 

@@ -21,8 +21,8 @@ from rollout_service.gateway.requests import (
     Ask,
     Completion,
     optional,
-    refuse_forced_tools,
     refuse_constraints,
+    refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
 

@@ -14,7 +14,6 @@ from leeway.trajectory import Int32Array
 from rollout_service.gateway.conversation import Answer
 from rollout_service.gateway.messages import Message, Tool
 
-
 _CONSTRAINTS = {
     # OpenAI, Anthropic.
     "response_format": None,
