@@ -141,13 +141,13 @@ class Endpoint:
     async def _within_deadline(
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        last = "it was not this question's turn"
+        last = ""
 
         async def attempt() -> dict[str, Any]:
             nonlocal last
             try:
                 async with self._turns:
-                    last = "no answer came"
+                    last = last or "no answer came"
                     return await self._send(method, path, body)
             except _AwayError as error:
                 last = str(error)
@@ -160,7 +160,7 @@ class Endpoint:
         except TimeoutError as error:
             raise DeadlineError(
                 f"{self.name}: {self._url}{path} was not done after {self.seconds:g} s; last: "
-                f"{last}"
+                f"{last or 'it was not its turn'}"
             ) from error
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:

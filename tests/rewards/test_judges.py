@@ -163,8 +163,8 @@ async def test_what_trying_again_cures_is_tried_again(server: Server) -> None:
 async def test_a_judge_that_fails_is_never_a_score(server: Server, name: str) -> None:
     """Also where the function takes every exception for a 0."""
     server.faults = [500] * 1000
-    async with judged(name, server.config(seconds=0.5)) as rewards:
-        with pytest.raises(DeadlineError, match=r"was not done after 0.5 s; last: .*status 500"):
+    async with judged(name, server.config(seconds=2.0)) as rewards:
+        with pytest.raises(DeadlineError, match=r"was not done after 2 s; last: .*status 500"):
             await rewards.score("1", {})
         server.faults.clear()
         # The process lives, and its pipe is in step.
@@ -173,17 +173,14 @@ async def test_a_judge_that_fails_is_never_a_score(server: Server, name: str) ->
 
 async def test_a_judge_that_hangs_is_infrastructure(server: Server) -> None:
     server.hold.clear()
-    async with judged("echo", server.config(seconds=0.3)) as rewards:
-        with pytest.raises(DeadlineError, match=r"was not done after 0.3 s; last: no answer came"):
+    async with judged("echo", server.config(seconds=2.0)) as rewards:
+        with pytest.raises(DeadlineError, match=r"was not done after 2 s; last: no answer came"):
             await rewards.score("1", {})
     server.hold.set()
 
 
 async def test_a_judge_that_goes_away_is_infrastructure(server: Server) -> None:
-    config = server.config(seconds=0.5)
-    async with judged("swallows", config) as rewards:
-        rewards_url = config.url
-        assert rewards_url == server.url
+    async with judged("swallows", server.config()) as rewards:
         server.faults = [401]
         with pytest.raises(InfrastructureError, match="status 401") as raised:
             await rewards.score("1", {})
