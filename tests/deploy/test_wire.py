@@ -31,7 +31,7 @@ def test_nothing_that_was_released_is_broken() -> None:
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [
-        ("queue.proto", "  int64 version = 2;", "  string version = 2;"),
+        ("queue.proto", "  int64 previous = 1;", "  string previous = 1;"),
         ("queue.proto", "  rpc Fail(FailRequest) returns (FailResponse);", ""),
         ("weights.proto", "  NODE_STATE_FAILED = 3;", "  NODE_STATE_FAILED = 4;"),
     ],
