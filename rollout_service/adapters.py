@@ -13,6 +13,7 @@ of tasks (`task.reasoning_gym`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import urllib.request
 from functools import lru_cache
@@ -22,6 +23,7 @@ from leeway.errors import InfrastructureError
 
 # Of one reset or step; `task.environment_seconds` kills what takes longer as a whole.
 _OPENENV_SECONDS = 600.0
+_OPENENV_CLOSE_SECONDS = 5.0
 _OPENENV_BYTES = 4 << 20
 # What every OpenEnv action and observation has besides its own fields.
 _OPENENV_COMMON = ("metadata", "done", "reward")
@@ -114,8 +116,16 @@ class OpenEnv:
         return _shown(data["observation"]), data.get("reward"), bool(data.get("done"))
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
+        """Waits for the server to end the session, so that its place is free for the next."""
+        from websockets.exceptions import WebSocketException
+
+        if self._socket is None:
+            return
+        with contextlib.suppress(OSError, WebSocketException):
+            self._socket.send(json.dumps({"type": "close"}))
+            while True:
+                self._socket.recv(timeout=_OPENENV_CLOSE_SECONDS)
+        self._socket.close()
 
     def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         from websockets.exceptions import WebSocketException
