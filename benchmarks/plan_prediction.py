@@ -1,27 +1,34 @@
 """How well `leeway plan --from` predicts: runs over the real queue service, and their simulation.
 
-Each run is played by simulated nodes and trainer in real time; its profile is then taken from what
-it recorded, as a user would, and simulated at the same budget. Runs of real models are added by
-name: every directory of `--runs` that holds config.yaml and metrics.jsonl.
+Each run is played by simulated nodes and trainer in real time, or is a real one (`leeway up` with a
+tiny model on CPUs); its profile is then taken from what it recorded, as a user would, and simulated
+at the same budget. Other runs are added by name: every directory of `--runs` that holds config.yaml
+and metrics.jsonl.
 
     throughput_error_max  of trained tokens a second, relative; the worst run
     staleness_error_max   of the mean staleness of trained tokens, in versions; the worst run
 
-    python -m benchmarks.plan_prediction [--steps 16] [--at-once 3] [--short] [--runs RUN ...]
+    python -m benchmarks.plan_prediction [--steps 16] [--at-once 3] [--short] [--real-steps 60]
+                                         [--runs RUN ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.common import finish, metrics_rows
+from benchmarks.common import THREADS, finish, metrics_rows
 from benchmarks.played import Figures, measure, play
+from tests import tiny
 from trajectory_queue.plan.profile import LogNormal, Profile, Rollouts, Trainer
 from trajectory_queue.plan.recorded import from_run
 from trajectory_queue.plan.simulation import simulate
@@ -59,12 +66,48 @@ CASES: Mapping[str, Mapping[str, object]] = {
     "failures": {"budget": 2, "rollouts.failure_share": 0.02},
     "crowded": {"budget": 2, **FEW_SLOTS, "rollouts.slowdown": 0.03},
 }
+# Real runs, one after the other: each has the machine for itself.
+REAL: Mapping[str, Sequence[str]] = {
+    "real-sync": ("staleness.budget=0",),
+    "real-1": ("staleness.budget=1",),
+    "real-2": ("staleness.budget=2", "rollout.concurrency=16"),
+}
+REWARD = """
+def reward(completion, **columns):
+    return sum(character in "aeiou" for character in completion) / 96
+"""
 SHORT = ("sync", "tail-4", "few-slots-1")
 
 
 def record(name: str, directory: Path, steps: int, seed: int) -> None:
     profile = BASE.where(**CASES[name])
     asyncio.run(play(profile, directory, name, steps + 2 * profile.budget + 2, seed))
+
+
+def record_real(name: str, directory: Path, steps: int, seed: int) -> None:
+    """A run of both clusters on this machine, with a model of 0.1 M parameters."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model, rows = directory / "model", directory / "rows.jsonl"
+    if not model.exists():
+        tiny.build(model)
+    prompts = [{"prompt": f"say {word}", "answer": word} for word in "abcdefghijklmnopqrstuvwxyz"]
+    rows.write_text("\n".join(json.dumps(row) for row in prompts))
+    (directory / "rewards.py").write_text(REWARD)
+    settings = {
+        "run": {"name": name, "directory": str(directory), "seed": seed},
+        "model": {"path": str(model)},
+        "task": {"jsonl": str(rows), "reward": f"{directory / 'rewards.py'}:reward"},
+        "sampling": {"group_size": 8, "max_new_tokens": 96},
+        "trainer": {"batch_groups": 8, "steps": steps, "lr": 1e-4, "checkpoint_every": 1000},
+    }
+    file = directory / f"{name}.yaml"
+    file.write_text(json.dumps(settings))
+    subprocess.run(
+        [sys.executable, "-m", "leeway.cli", "up", str(file), *REAL[name]],
+        env={**os.environ, **THREADS},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
 
 
 def compare(run: Path) -> tuple[float, float]:
@@ -91,6 +134,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=3, help="runs that share the machine")
     parser.add_argument("--short", action="store_true", help="a quick, smaller form")
+    parser.add_argument("--real-steps", type=int, default=60, help="of the real runs; 0 for none")
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="of real models")
     parser.add_argument("--keep", type=Path, help="leave the runs here")
     arguments = parser.parse_args()
@@ -104,6 +148,10 @@ def main() -> None:
             ]
             for run in recorded:
                 run.result()
+        if arguments.real_steps:
+            for name in REAL:
+                record_real(name, directory, arguments.real_steps, arguments.seed)
+            names += REAL
         errors = [compare(run) for run in [directory / name for name in names] + arguments.runs]
     finish(
         arguments.seed,

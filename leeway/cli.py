@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,6 +32,8 @@ from leeway.errors import ConfigError, InfrastructureError, LeewayError
 from leeway.v1 import queue_pb2, queue_pb2_grpc
 
 T = TypeVar("T")
+
+_CHANGES_SHOWN = 5
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 Overrides = Annotated[
@@ -99,6 +101,7 @@ def up(
 
 async def _up(config: Config, config_path: Path) -> int:
     from leeway import local, progress, report
+    from trajectory_queue import page
     from trajectory_queue.embedded import redis_server
 
     console = Console()
@@ -116,6 +119,8 @@ async def _up(config: Config, config_path: Path) -> int:
                 _queue_stub(supervisor.queue_address, supervisor.security) as stub,
             ):
                 read = functools.partial(_status, stub)
+                url = page.link(supervisor.page_address, supervisor.security)
+                console.print(f"Watch it at {url}", highlight=False, soft_wrap=True)
                 view = asyncio.create_task(
                     progress.show(run / "metrics.jsonl", read, config.trainer.steps, console)
                 )
@@ -165,6 +170,20 @@ async def _status(
         )
     except InfrastructureError:
         return None
+
+
+async def _changes(stub: queue_pb2_grpc.TrajectoryQueueStub) -> Sequence[queue_pb2.AuditRecord]:
+    """The newest changes by operators and by `auto`; none while the queue does not answer."""
+    try:
+        answer: queue_pb2.ListAuditResponse = await rpc.call(
+            stub.ListAudit,
+            queue_pb2.ListAuditRequest(limit=_CHANGES_SHOWN),
+            what="read the queue's audit",
+            deadline_seconds=2.0,
+        )
+    except InfrastructureError:
+        return ()
+    return answer.records
 
 
 @queue_app.command("serve")
@@ -321,15 +340,16 @@ def config_show(path: ConfigArgument, overrides: Overrides = None) -> None:
 @app.command()
 def status(path: ConfigArgument, overrides: Overrides = None) -> None:
     """Say what the run does and what each side waits for."""
+    from leeway import panels
     from leeway.progress import waits
 
     config = configuration.load(path, overrides or ())
 
-    async def ask() -> queue_pb2.StatusResponse | None:
+    async def ask() -> tuple[queue_pb2.StatusResponse | None, Sequence[queue_pb2.AuditRecord]]:
         async with _queue_stub(config.queue.address, config.security) as stub:
-            return await _status(stub)
+            return await _status(stub), await _changes(stub)
 
-    answer = asyncio.run(ask())
+    answer, changes = asyncio.run(ask())
     if answer is None:
         raise InfrastructureError(
             f"queue.address = {config.queue.address}: no answer; is `leeway queue` running there?"
@@ -338,6 +358,9 @@ def status(path: ConfigArgument, overrides: Overrides = None) -> None:
     typer.echo(waits(answer))
     for name, count in sorted(answer.groups.items()):
         typer.echo(f"  {name}: {count}")
+    typer.echo("newest changes:")
+    for line in panels.changes(changes):
+        typer.echo(f"  {line}")
 
 
 @app.command()
@@ -349,10 +372,25 @@ def top(path: ConfigArgument, overrides: Overrides = None) -> None:
 
     async def watch() -> None:
         async with _queue_stub(config.queue.address, config.security) as stub:
-            read = functools.partial(_status, stub)
-            await Top(config.run.path / "metrics.jsonl", read).run_async()
+            top = Top(
+                config.run.path / "metrics.jsonl",
+                functools.partial(_status, stub),
+                functools.partial(_changes, stub),
+            )
+            await top.run_async()
 
     asyncio.run(watch())
+
+
+@app.command()
+def page(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Print a link to the running queue's web page; off loopback it lasts a minute, for one use."""
+    from trajectory_queue.page import link
+
+    config = configuration.load(path, overrides or ())
+    if config.queue.page_address is None:
+        raise ConfigError("queue.page_address is not set: the queue serves no page")
+    typer.echo(link(config.queue.page_address, config.security))
 
 
 @app.command()

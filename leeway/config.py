@@ -241,6 +241,9 @@ class StalenessConfig(Section):
 class QueueConfig(Section):
     address: str = LOOPBACK_ANY_PORT
     """host:port; the service binds to it, nodes and trainer dial it."""
+    page_address: str | None = None
+    """host:port at which the service shows the run as a web page, read-only; by default none. Off
+    loopback it takes the operator's token: `leeway page` prints a link."""
     redis_url: SecretStr | None = None
     """By default `REDIS_URL`, or else an embedded server."""
     redis_password_file: Path | None = None
@@ -308,17 +311,46 @@ class EngineConfig(Section):
         return self
 
 
+class AutoConcurrencyConfig(Section):
+    """Limits and bounds of the controller that `rollout.concurrency: auto` turns on."""
+
+    lowest: PositiveInt = 8
+    """Where it begins."""
+    highest: PositiveInt = 256
+    increase: PositiveInt = 8
+    """Added when the node is full and its engine has room."""
+    decrease: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.7
+    """Multiplied by when the engine preempts sequences or lets them wait."""
+    highest_kv_use: Annotated[float, Field(gt=0.0, le=1.0)] = 0.85
+    """The part of the engine's KV cache above which nothing is added."""
+    period_seconds: PositiveFloat = 5.0
+    """How often the engine is asked."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AutoConcurrencyConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"lowest = {self.lowest} is above highest = {self.highest}")
+        return self
+
+
 class RolloutConfig(Section):
     nodes: PositiveInt = 1
     """How many nodes `leeway up` starts; with a budget of 0, each takes its share of a batch."""
-    concurrency: PositiveInt = 64
-    """Sequences that a node generates at once, or sessions that it has open."""
+    concurrency: PositiveInt | Literal["auto"] = 64
+    """Sequences that a node generates at once, or sessions that it has open. `auto`: each node
+    tunes it to its engine while the run lasts, within `auto`'s limits."""
+    auto: AutoConcurrencyConfig = AutoConcurrencyConfig()
     update_mode: UpdateMode = UpdateMode.IN_PLACE
     heartbeat_seconds: PositiveFloat = 5.0
     drain_seconds: PositiveFloat = 3.0
     """After SIGTERM a node returns its partial generations within this time."""
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
+
+    @property
+    def most_concurrency(self) -> int:
+        """What an engine must be able to take."""
+        return self.auto.highest if self.concurrency == "auto" else self.concurrency
 
 
 class CriticConfig(Section):
@@ -485,6 +517,13 @@ class SecurityConfig(Section):
         return self.asks_for_tokens or self.asks_for_certificates
 
 
+class TrackerKind(StrEnum):
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    TRACKIO = "trackio"
+
+
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
@@ -494,6 +533,9 @@ class TelemetryConfig(Section):
     """URL of an OpenTelemetry collector (OTLP over HTTP); by default no trace is recorded."""
     traces_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """The part of all tasks that are traced; every process chooses the same ones."""
+    trackers: tuple[TrackerKind, ...] = ()
+    """Experiment trackers that get the rows of metrics.jsonl as well; each is a package of its own
+    and takes its further settings from its own environment variables. See docs/metrics.md."""
     spans: bool = False
     """Record a timeline of each process in the run's directory (spans-<role>.jsonl)."""
 
@@ -541,6 +583,11 @@ class Config(Section):
                 "trainer.lora_publish = adapters with trainer.lora_rank = "
                 f"{self.trainer.lora_rank} and rollout.engine.kind = {self.rollout.engine.kind}: "
                 "it takes adapters and an engine that adds them; use lora_publish=merged"
+            )
+        if self.rollout.concurrency == "auto" and self.rollout.auto.lowest < self.queued_group_size:
+            raise ValueError(
+                f"rollout.auto.lowest = {self.rollout.auto.lowest} holds no group of "
+                f"sampling.group_size = {self.sampling.group_size}; use that or more"
             )
         if self.trainer.batch_groups % self.trainer.minibatches:
             raise ValueError(

@@ -73,6 +73,10 @@ class Supervisor:
         return self._environment["LEEWAY__QUEUE__ADDRESS"]
 
     @property
+    def page_address(self) -> str:
+        return self._environment["LEEWAY__QUEUE__PAGE_ADDRESS"]
+
+    @property
     def security(self) -> SecurityConfig:
         """What a client of the children needs."""
         return self._config.security.model_copy(
@@ -97,7 +101,11 @@ class Supervisor:
         config = self._config.model_copy(
             update={
                 "queue": self._config.queue.model_copy(
-                    update={"address": self.queue_address, "redis_url": None}
+                    update={
+                        "address": self.queue_address,
+                        "page_address": self._environment["LEEWAY__QUEUE__PAGE_ADDRESS"],
+                        "redis_url": None,
+                    }
                 ),
                 "weights": self._config.weights.model_copy(
                     update={"address": self._environment["LEEWAY__WEIGHTS__ADDRESS"]}
@@ -191,7 +199,7 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def _environment(config: Config, redis_url: str) -> dict[str, str]:
-    queue, weights = free_addresses(2)
+    queue, weights, page = free_addresses(3)
     processes = 1 + config.rollout.nodes
     threads = max(1, len(os.sched_getaffinity(0)) // processes) if _LINUX else 1
     token = config.security.token
@@ -207,6 +215,7 @@ def _environment(config: Config, redis_url: str) -> dict[str, str]:
         LIFELINE: "1",
         "PYTHONUNBUFFERED": "1",
         "LEEWAY__QUEUE__ADDRESS": queue,
+        "LEEWAY__QUEUE__PAGE_ADDRESS": config.queue.page_address or page,
         "LEEWAY__QUEUE__REDIS_URL": redis_url,
         "LEEWAY__WEIGHTS__ADDRESS": weights,
         "LEEWAY__SECURITY__TOKEN": (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ _ROWS_SHOWN = 12
 
 # Reads the queue's status; None while it does not answer.
 StatusReader = Callable[[], Awaitable[queue_pb2.StatusResponse | None]]
+# Reads the newest changes by operators and by `auto`; none while it does not answer.
+ChangesReader = Callable[[], Awaitable[Sequence[queue_pb2.AuditRecord]]]
 
 
 class MetricsFile:

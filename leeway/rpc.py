@@ -68,7 +68,7 @@ def connect(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_reconnect_backoff_ms", int(_LONGEST_PAUSE * 1000)),
     ]
-    keys = _client_keys(security)
+    keys = client_keys(security)
     interceptors = send_tokens(Signer(keys)) if keys is not None else []
     if security.authority is None:
         return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
@@ -172,7 +172,7 @@ async def serve(
             f"address = {address!r}: not loopback, and neither security.certificate, "
             "security.accepted_tokens nor security.token is set; secure it or bind to 127.0.0.1"
         )
-    keys = _server_keys(security)
+    keys = server_keys(security)
     verifier = Verifier(keys) if keys is not None else None
     guard = Guard(verifier, security.asks_for_certificates, max_message_bytes)
     server = grpc.aio.server(
@@ -235,13 +235,15 @@ class _Health(health.HealthServicer):
         return await super().Check(request, context)
 
 
-def _client_keys(security: SecurityConfig) -> Keys | None:
+def client_keys(security: SecurityConfig) -> Keys | None:
+    """What a client signs its tokens with; None when it has nothing."""
     if security.token_file is not None:
         return KeyFiles(security.token_file)
     return shared_key(security.token.get_secret_value()) if security.token is not None else None
 
 
-def _server_keys(security: SecurityConfig) -> Keys | None:
+def server_keys(security: SecurityConfig) -> Keys | None:
+    """Whose tokens a server accepts; None when it asks for none."""
     if security.accepted_tokens is not None:
         return KeyFiles(security.accepted_tokens)
     return shared_key(security.token.get_secret_value()) if security.token is not None else None

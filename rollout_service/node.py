@@ -25,6 +25,7 @@ from leeway.health import HEALTH
 from leeway.telemetry import Spans, Waits
 from leeway.traces import TRACES
 from leeway.trajectory import Trajectory
+from rollout_service.concurrency import AdaptiveConcurrency
 from rollout_service.engines.base import Engine
 from rollout_service.receiver import PolicyReceiver
 from rollout_service.workflows.base import (
@@ -40,6 +41,8 @@ from trajectory_queue.client import Lease, RolloutQueue
 log = structlog.get_logger(__name__)
 
 _UNFINISHED = Gauge("leeway_rollout_unfinished_samples", "Samples that this node generates now")
+_LIMIT = Gauge("leeway_rollout_concurrency_limit", "Samples that this node may generate at once")
+_KV_USE = Gauge("leeway_rollout_kv_use", "The part of the engine's KV cache that is in use")
 _TOKENS = Counter("leeway_rollout_tokens_total", "Tokens of samples that this node finished")
 
 # Long enough that an idle node costs the queue little, short enough to notice `stop` in time.
@@ -87,6 +90,15 @@ class RolloutNode:
         self._running: dict[str, _Running] = {}
         self._owners: dict[str, _Running] = {}
         self._unfinished = 0
+        rollout = config.rollout
+        self._adaptive = (
+            AdaptiveConcurrency(rollout.auto, config.queued_group_size)
+            if rollout.concurrency == "auto"
+            else None
+        )
+        _LIMIT.set(self._concurrency)
+        # What the queue said when it last had no task for this node.
+        self._admission = ""
         self._busy_since: float | None = None
         self._changed = asyncio.Event()
         self._draining = False
@@ -98,6 +110,8 @@ class RolloutNode:
                 tasks.create_task(self._receiver.run()),
                 tasks.create_task(self._heartbeats()),
             ]
+            if self._adaptive is not None:
+                background.append(tasks.create_task(self._adapt(self._adaptive)))
             leasing = tasks.create_task(self._lease_and_roll_out())
             stopping = tasks.create_task(stop.wait())
             await asyncio.wait({leasing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,12 +128,15 @@ class RolloutNode:
         async with asyncio.TaskGroup() as rollouts:
             while not self._draining:
                 groups = await self._room()
-                leased = await self._queue.lease_tasks(
-                    version=self._engine.version,
-                    max_groups=groups,
-                    wait_seconds=_LEASE_WAIT_SECONDS,
-                    request_id=uuid.uuid4().hex,
-                )
+                kind = "further tasks" if self._unfinished else "tasks"
+                with self._waits.waiting_for(kind, self._admission):
+                    leased = await self._queue.lease_tasks(
+                        version=self._engine.version,
+                        max_groups=groups,
+                        wait_seconds=_LEASE_WAIT_SECONDS,
+                        request_id=uuid.uuid4().hex,
+                    )
+                self._admission = leased.waiting_for
                 if leased.run_finished:
                     return
                 if leased.leases:
@@ -136,14 +153,40 @@ class RolloutNode:
         """
         size, batch = self._config.queued_group_size, self._config.queued_batch_groups
         in_step = self._config.staleness.first_budget == 0
+        # A node that does not know yet how much its engine can run begins with what it may.
+        idle = batch if self._adaptive is None else 1
         while True:
-            room = (self._config.rollout.concurrency - self._unfinished) // size
+            room = (self._concurrency - self._unfinished) // size
             if self._unfinished == 0 and not self._running:
-                return -(-batch // self._config.rollout.nodes) if in_step else max(room, batch)
+                return -(-batch // self._config.rollout.nodes) if in_step else max(room, idle)
             if room >= 1 and not in_step:
                 return room
             self._changed.clear()
             await self._changed.wait()
+
+    @property
+    def _concurrency(self) -> int:
+        """Samples that may be under way."""
+        if self._adaptive is not None:
+            return self._adaptive.limit
+        return self._config.rollout.most_concurrency
+
+    async def _adapt(self, adaptive: AdaptiveConcurrency) -> None:
+        """`rollout.concurrency: auto`: the limit follows what the engine says of itself."""
+        while True:
+            await asyncio.sleep(self._config.rollout.auto.period_seconds)
+            try:
+                load = await self._engine.load()
+            except InfrastructureError as error:
+                log.warning("the engine does not say how it copes", reason=str(error))
+                continue
+            _KV_USE.set(load.kv_use)
+            before = adaptive.limit
+            change = adaptive.observe(load, self._unfinished)
+            if change is not None:
+                log.info("concurrency", was=before, now=change.limit, reason=change.reason)
+                _LIMIT.set(change.limit)
+                self._changed.set()
 
     async def _await_version(self, version: int) -> None:
         try:
@@ -251,6 +294,7 @@ class RolloutNode:
                     for lease_id, run in self._running.items()
                 },
                 waiting=self._waits.current(),
+                load=min(1.0, self._unfinished / self._concurrency),
             )
             for lease_id in lost:
                 running = self._running.get(lease_id)

@@ -36,6 +36,7 @@ from trainer_service.checkpoint import Checkpoints
 from trainer_service.learners import Learners
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
+from trainer_service.trackers.feed import Trackers
 from trajectory_queue.client import Lease, RolloutQueue, TrainerQueue
 
 BATCHES = 1.5
@@ -115,7 +116,7 @@ async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
     checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="r", model_hash="m", kept=1)
     checkpoints.set_published(9)
     config.run.path.mkdir(parents=True)
-    record, published = Record(config.run.path), Published()
+    record, published = Record(config.run.path, Trackers({})), Published()
     async with (
         serving(config) as address,
         rpc.connect(address, config.security, config.queue.max_message_bytes) as channel,

@@ -62,7 +62,7 @@ def make_config(directory: Path, *overrides: str) -> Config:
 async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
     """Sample a batch, learn from it, copy the weights over; nothing else."""
     model = Path(config.model.path)
-    engine = TorchEngine(model, concurrency=config.rollout.concurrency)
+    engine = TorchEngine(model, concurrency=config.rollout.most_concurrency)
     backend = TorchBackend(model, config.trainer)
     renderer = Renderer(
         AutoTokenizer.from_pretrained(model), engine.context_length, config.sampling.max_new_tokens

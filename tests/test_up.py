@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,3 +260,40 @@ def test_a_bad_row_and_a_reward_that_raises_cost_only_themselves(run: Run) -> No
     said = run.said()
     for words in ("rows.jsonl:1", "no a", "'text'", "nan", "0.5 s", "limit is"):
         assert words in said, f"{words!r} is not said"
+
+
+@pytest.mark.slow
+def test_what_auto_decides_is_applied_and_told(run: Run) -> None:
+    """A budget and a concurrency that the run tunes itself, seen through every window on it."""
+    process = run.start(
+        "trainer.steps=400",
+        "trainer.checkpoint_every=1000",
+        "staleness.budget=auto",
+        # Answers take longer than steps: the trainer waits although all places are taken.
+        "staleness.auto={lowest: 1, highest: 3, highest_chi2: 1000, lowest_sample_size: 0}",
+        "staleness.auto.highest_clip_fraction=1",
+        "sampling.max_new_tokens=48",
+        "rollout.concurrency=auto",
+        "rollout.auto={lowest: 4, highest: 64, increase: 4, period_seconds: 0.2}",
+        "task.heldout=0",
+    )
+    live = run.path / "live.yaml"
+
+    def command(name: str) -> str:
+        ask = [sys.executable, "-m", "leeway.cli", name, str(live)]
+        return subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    until(lambda: any(step["staleness_budget"] > 1 for step in run.steps()), "a wider budget", run)
+    assert "budget 1 -> 2, by auto (both sides wait for it" in command("status")
+    url = command("page").strip()
+    assert f"Watch it at {url}" in run.output.read_text()
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        page = answer.read().decode()
+    assert "by auto (both sides wait for it" in page
+    assert "Mean reward, over" in page
+    said = run.said()
+    assert "full, and the KV cache" in said, "the node's concurrency grew, with its reason"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0, run.said()
+    assert max(step["staleness_budget"] for step in run.steps()) <= 3
+    assert all(step["staleness_max"] <= step["staleness_budget"] for step in run.steps())

@@ -42,7 +42,7 @@ from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints
 from trainer_service.learners import Learners
 from trainer_service.packed import StepPlan
-from trainer_service.record import Record, StepTimes
+from trainer_service.record import Record, StepTimes, numbers
 from trainer_service.steps import plan_batch
 from trainer_service.weight_broadcast.publisher import WeightPublisher
 from trajectory_queue.autobudget import BudgetController, Observation
@@ -164,15 +164,17 @@ class Trainer:
             if self._position.version >= self._replayed_to:
                 await self._publish()
         await self._fill()
+        row = self._record.measure(self._position.version, batch, learned, times)
         await self._queue.commit(
             batch,
             version=self._position.version,
             tokens_trained=sum(plan.trained_tokens for plan in learned.plans),
+            metrics=numbers(row),
         )
         for group in batch.groups:
             TRACES.span(group.task.task_id, "learn", leased, version=self._position.version)
-        health = self._record.step(self._position.version, batch, learned, times)
-        await self._tune(Observation(batch.budget, times.waiting_share, waited_at_budget, health))
+        self._record.step(row, batch, learned)
+        await self._tune(Observation(batch.budget, times.waiting_share, waited_at_budget, row))
         if self._position.version % self._config.trainer.checkpoint_every == 0:
             await self._checkpoint()
         elif self._writing is not None and self._writing.done():

@@ -19,6 +19,7 @@ from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
 from trainer_service.learners import Learners
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
+from trainer_service.trackers.choose import open_trackers
 from trainer_service.weight_broadcast.publisher import WeightPublisher
 from trajectory_queue.client import TrainerQueue
 
@@ -58,7 +59,7 @@ async def _lead(config: Config, model: Path, learners: Learners, stop: asyncio.E
         kept=config.trainer.checkpoints_kept,
     )
     channel = rpc.connect(config.queue.address, config.security, config.queue.max_message_bytes)
-    record = Record(run)
+    record = Record(run, open_trackers(config))
     spans = Spans(run / "spans-trainer.jsonl" if config.telemetry.spans else None)
 
     def start_publisher(incarnation: int) -> WeightPublisher:

@@ -31,6 +31,7 @@ from trainer_service.demonstrations import Demonstrations
 from trainer_service.packed import StepPlan
 from trainer_service.record import Record
 from trainer_service.steps import with_reference
+from trainer_service.trackers.choose import open_trackers
 
 log = structlog.get_logger(__name__)
 
@@ -80,7 +81,7 @@ def _lead(
     if newest is not None:
         backend.load(newest.path)
         step = newest.step
-    record = Record(run)
+    record = Record(run, open_trackers(config))
     while step < trainer.steps and not stopping():
         first = step * trainer.batch_groups
         groups = [

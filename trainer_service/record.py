@@ -1,4 +1,5 @@
-"""What a run writes down: a row a step in metrics.jsonl, the same numbers on /metrics, and samples.
+"""What a run writes down: a row a step in metrics.jsonl, the same numbers on /metrics and in the
+trackers, and samples.
 
 Names carry their unit and reduction; docs/metrics.md has them all, with the bound at which a person
 should look.
@@ -19,6 +20,7 @@ from prometheus_client import Gauge
 
 from trainer_service.algorithms.diagnostics import TokenSums, alerts
 from trainer_service.samples import annotated
+from trainer_service.trackers.feed import Trackers
 from trajectory_queue.batches import answers_sampled, staleness_metrics
 from trajectory_queue.client import Batch
 
@@ -51,16 +53,18 @@ class StepTimes:
 class Record:
     """Writes into a run's directory; a row is in the file when its call returns."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, trackers: Trackers) -> None:
+        """`trackers` are closed with the record."""
         self._file = (run / "metrics.jsonl").open("a", buffering=1)
         self._samples = run / "trajectories"
         self._samples.mkdir(exist_ok=True)
         self._last_step = time.monotonic()
+        self._trackers = trackers
 
-    def step(
+    def measure(
         self, version: int, batch: Batch, learned: Learned, times: StepTimes
-    ) -> Mapping[str, float]:
-        """One trained batch; returns the health of its loss.
+    ) -> dict[str, Any]:
+        """The row of one trained batch, which `step` then writes.
 
         Rewards are over all that was generated, the filtered included.
         """
@@ -75,8 +79,7 @@ class Record:
         outside = alerts(health)
         for name, bound in outside.items():
             log.warning("look at", metric=name, value=health[name], bound=tuple(bound))
-        self.write(
-            "step",
+        return dict(
             step=version,
             version=version,
             reward_mean=(sum(scores) + untrained.score_sum) / max(count, 1),
@@ -99,8 +102,11 @@ class Record:
             tasks=[group.task.task_id for group in batch.groups],
             answers_sampled=answers_sampled(batch.groups),
         )
-        self._sample(version, batch, learned)
-        return health
+
+    def step(self, row: Mapping[str, Any], batch: Batch, learned: Learned) -> None:
+        """Writes the row of a batch, and a sample of what was trained."""
+        self.write("step", **row)
+        self._sample(row["version"], batch, learned)
 
     def evaluation(self, version: int, phase: str, batch: Batch) -> None:
         """The held-out problems, scored under `version`."""
@@ -118,6 +124,7 @@ class Record:
 
     def close(self) -> None:
         self._file.close()
+        self._trackers.close()
 
     def _sample(self, version: int, batch: Batch, learned: Learned) -> None:
         """The batch's first group, as it was trained, in the wire's own form."""
@@ -127,11 +134,20 @@ class Record:
             path.write_bytes(group.to_wire().SerializeToString())
 
     def write(self, kind: str, **values: Any) -> None:
-        """A row of metrics.jsonl; its numbers are gauges as well."""
+        """A row of metrics.jsonl; its numbers are gauges and go to the trackers as well."""
         self._file.write(json.dumps({"kind": kind, **_rounded(values)}) + "\n")
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                _GAUGE.labels(name if kind == "step" else f"{kind}_{name}").set(value)
+        named = {
+            name if kind == "step" else f"{kind}_{name}": number
+            for name, number in numbers(values).items()
+        }
+        for name, number in named.items():
+            _GAUGE.labels(name).set(number)
+        self._trackers.log(values.get("step", values.get("version", 0)), named)
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """What of a row is a number: what gauges, trackers and the queue's status can show."""
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
 
 
 def _rounded(values: Mapping[str, Any]) -> dict[str, Any]:

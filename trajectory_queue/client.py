@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -157,13 +158,19 @@ class RolloutQueue:
         )
 
     async def extend(
-        self, *, version: int, progress: Mapping[str, int], waiting: tuple[str, float] = ("", 0.0)
+        self,
+        *,
+        version: int,
+        progress: Mapping[str, int],
+        waiting: tuple[str, float] = ("", 0.0),
+        load: float = 0.0,
     ) -> list[str]:
         """The heartbeat: keeps leases alive. Returns those that are no longer the node's.
 
         Args:
             progress: Tokens generated so far, by lease id.
             waiting: What the node waits for, and for how many seconds.
+            load: How much of what it may generate at once it does; 1 when it has no room.
         """
         answer = await rpc.call(
             self._stub.Extend,
@@ -173,6 +180,7 @@ class RolloutQueue:
                 progress=[pb.Progress(lease_id=k, tokens=v) for k, v in progress.items()],
                 waiting_for=waiting[0],
                 waiting_seconds=waiting[1],
+                load=load,
             ),
             what="extend leases",
             deadline_seconds=_PATIENCE_SECONDS,
@@ -380,9 +388,19 @@ class TrainerQueue(OperatorQueue):
         return filling.batch()
 
     async def commit(
-        self, batch: Batch, *, version: int, tokens_trained: int = 0, tokens_masked: int = 0
+        self,
+        batch: Batch,
+        *,
+        version: int,
+        tokens_trained: int = 0,
+        tokens_masked: int = 0,
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> int:
-        """Says for good that training on the batch produced `version`."""
+        """Says for good that training on the batch produced `version`.
+
+        Args:
+            metrics: Of the step, for those who watch the run.
+        """
         answer = await self._ask(
             self._stub.Commit,
             pb.CommitRequest(
@@ -392,6 +410,7 @@ class TrainerQueue(OperatorQueue):
                 version=version,
                 tokens_trained=tokens_trained,
                 tokens_masked=tokens_masked or batch.masked_tokens,
+                metrics=metrics,
             ),
             "commit a batch",
         )

@@ -238,6 +238,8 @@ class Extend(Command[Extended]):
     progress: tuple[Progress, ...]
     waiting_for: str = ""
     waiting_ms: int = 0
+    load_percent: int = 0
+    """Of what the node may generate at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +431,8 @@ class Commit(Command[Committed]):
     version: int
     tokens_trained: int = 0
     tokens_masked: int = 0
+    metrics: str = ""
+    """A JSON object of the step's metrics, kept as it is; empty to leave what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -480,6 +484,7 @@ class NodeReport:
     waiting_for: str
     waiting_ms: int
     seen_ms_ago: int
+    load_percent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +507,8 @@ class Report:
     oldest_queued_ms: int
     paused: bool
     draining: bool
+    step_metrics: str
+    """The newest that a commit brought."""
 
 
 @dataclass(frozen=True, slots=True)

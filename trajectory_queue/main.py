@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import structlog
 
 from leeway import rpc
 from leeway.config import Config
 from leeway.v1 import queue_pb2, queue_pb2_grpc
+from trajectory_queue import page
 from trajectory_queue.commands import Settings
 from trajectory_queue.embedded import redis_server
+from trajectory_queue.history import History
 from trajectory_queue.metrics import watch_loop
 from trajectory_queue.service import QueueService
 from trajectory_queue.store import open_store
@@ -36,13 +39,14 @@ async def serve(
         clock: Milliseconds, for tests; by default Redis' own clock, one for all services.
 
     Raises:
-        ConfigError: the address cannot be bound, or Redis could lose or evict data.
+        ConfigError: an address cannot be bound, or Redis could lose or evict data.
         InfrastructureError: Redis did not answer.
     """
     settings = Settings.from_config(config)
     with redis_server(config, config.run.path / "redis") as url:
         async with open_store(url, settings, clock=clock) as store:
-            service = QueueService(store, settings, Terms.of(config))
+            history = History()
+            service = QueueService(store, settings, Terms.of(config), history)
 
             async def setup(server: rpc.Server) -> None:
                 await server.add(
@@ -59,8 +63,20 @@ async def serve(
             ) as server:
                 log.info("queue is serving", address=server.address)
                 on_ready(server.address)
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(service.tend(stop))
-                    watching = tasks.create_task(watch_loop())
-                    await stop.wait()
-                    watching.cancel()
+                with _page(config, history):
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(service.tend(stop))
+                        watching = tasks.create_task(watch_loop())
+                        await stop.wait()
+                        watching.cancel()
+
+
+@contextmanager
+def _page(config: Config, history: History) -> Iterator[None]:
+    """Serves the web page, if there is to be one."""
+    if config.queue.page_address is None:
+        yield
+        return
+    with page.serving(config.queue.page_address, config.security, config.run.name, history) as url:
+        log.info("the page is serving", url=url)
+        yield

@@ -37,6 +37,7 @@ _GAUGES: Mapping[str, str] = {
     "oldest_queued_seconds": "How long the next group to be trained has waited",
     "trainer_waiting_seconds": "How long the trainer has waited for its batch; 0 when it does not",
     "nodes": "Rollout nodes seen within ten minutes",
+    "nodes_wanted": "Rollout nodes that would keep the trainer busy and themselves loaded",
     "node_version_lag_max": "The trainer's version minus the oldest node's",
     "paused": "1 while an operator holds admission back",
 }
@@ -47,9 +48,10 @@ class LedgerCollector:
 
     def __init__(self) -> None:
         self._report: Report | None = None
+        self._nodes_wanted = 0
 
-    def update(self, report: Report) -> None:
-        self._report = report
+    def update(self, report: Report, nodes_wanted: int) -> None:
+        self._report, self._nodes_wanted = report, nodes_wanted
 
     def collect(self) -> Iterator[Metric]:
         report = self._report
@@ -71,7 +73,10 @@ class LedgerCollector:
         for name, count in report.counters.items():
             events.add_metric([name], count)
         yield events
-        for name, value in _values(report).items():
+        values = _values(report)
+        if self._nodes_wanted:
+            values["nodes_wanted"] = self._nodes_wanted
+        for name, value in values.items():
             yield GaugeMetricFamily(f"leeway_queue_{name}", _GAUGES[name], value)
 
 

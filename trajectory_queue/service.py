@@ -7,9 +7,11 @@ look again whenever something changed; nothing here blocks the event loop for lo
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -30,6 +32,8 @@ from leeway.v1 import trajectory_pb2 as domain
 from trajectory_queue import commands as c
 from trajectory_queue import explain
 from trajectory_queue.door import examine, sampling_text
+from trajectory_queue.fleet_size import FleetSize
+from trajectory_queue.history import History
 from trajectory_queue.metrics import COLLECTOR
 from trajectory_queue.signals import pause
 from trajectory_queue.store import StoreFullError
@@ -49,6 +53,10 @@ _EXAMINED_AT_ONCE = 64
 _RETRY_SECONDS = 1.0
 # Payloads read from the store, and sent, at once.
 _FETCH_BYTES = 1 << 20
+_CHANGES_SHOWN = 20
+# Of one commit; a step has some dozens.
+_MOST_METRICS = 256
+_LONGEST_METRIC = 100
 # Sequences share a sort key with versions.
 _MOST_SEQUENCES = 1 << 32
 
@@ -65,17 +73,29 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     """Serves one run's queue out of `store`."""
 
-    def __init__(self, store: c.Store, settings: c.Settings, terms: Terms) -> None:
+    def __init__(
+        self, store: c.Store, settings: c.Settings, terms: Terms, history: History
+    ) -> None:
+        """`history` is kept while the service tends the store."""
         self._store = store
         self._settings = settings
         self._terms = terms
+        self._history = history
+        self._fleet_size = FleetSize()
 
     async def tend(self, stop: asyncio.Event) -> None:
         """Takes leases back from silent nodes, and keeps the metrics fresh, until `stop`."""
         while not stop.is_set():
             try:
                 expired = await self._store.apply(c.Expire())
-                COLLECTOR.update(await self._store.apply(c.Status()))
+                report = await self._store.apply(c.Status())
+                changes = await self._store.apply(c.ListAudit(_CHANGES_SHOWN))
+                decision = self._fleet_size.observe(report)
+                if decision is not None:
+                    log.info("nodes wanted", count=decision.nodes, reason=decision.reason)
+                COLLECTOR.update(report, self._fleet_size.wanted)
+                status = status_response(report, self._fleet_size.wanted)
+                self._history.add(status, audit_records(changes))
             except InfrastructureError as error:
                 log.warning("the store does not answer", reason=str(error))
                 HEALTH.set_ready(f"the store does not answer: {error}")
@@ -166,6 +186,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                     tuple(c.Progress(each.lease_id, each.tokens) for each in request.progress),
                     request.waiting_for,
                     int(request.waiting_seconds * 1000),
+                    _percent(request.load),
                 )
             )
             return pb.ExtendResponse(lost=extended.lost)
@@ -315,6 +336,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                     version=request.version,
                     tokens_trained=request.tokens_trained,
                     tokens_masked=request.tokens_masked,
+                    metrics=_metrics_text(request.metrics),
                 )
             )
             return pb.CommitResponse(committed=committed.count)
@@ -360,34 +382,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.StatusResponse:
         async with _answering(context):
             report = await self._store.apply(c.Status())
-            return pb.StatusResponse(
-                run_id=report.run_id,
-                version=report.version,
-                incarnation=report.incarnation,
-                budget=report.budget,
-                batch_groups=report.batch_groups,
-                groups=report.groups,
-                enqueued=report.enqueued,
-                eval_groups=report.eval_groups,
-                counters=report.counters,
-                payload_bytes=report.payload_bytes,
-                nodes=[
-                    pb.NodeStatus(
-                        node_id=node.node_id,
-                        version=node.version,
-                        leases=node.leases,
-                        waiting_for=node.waiting_for,
-                        waiting_seconds=node.waiting_ms / 1000,
-                        seen_seconds_ago=node.seen_ms_ago / 1000,
-                    )
-                    for node in report.nodes
-                ],
-                trainer_waiting_for=explain.trainer_wait(report),
-                trainer_waiting_seconds=report.trainer_waiting_ms / 1000,
-                oldest_queued_seconds=report.oldest_queued_ms / 1000,
-                paused=report.paused,
-                draining=report.draining,
-            )
+            return status_response(report, self._fleet_size.wanted)
 
     async def SetBudget(  # noqa: N802
         self, request: pb.SetBudgetRequest, context: Context
@@ -463,12 +458,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.ListAuditResponse:
         async with _answering(context):
             audit = await self._store.apply(c.ListAudit(request.limit))
-            return pb.ListAuditResponse(
-                records=[
-                    pb.AuditRecord(at_seconds=r.at_ms / 1000, actor=r.actor, what=r.what)
-                    for r in audit.records
-                ]
-            )
+            return pb.ListAuditResponse(records=audit_records(audit))
 
 
 class _Deadline:
@@ -498,6 +488,63 @@ async def _answering(context: Context) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry)
     except InfrastructureError as error:
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+
+
+def status_response(report: c.Report, nodes_wanted: int) -> pb.StatusResponse:
+    """What the ledger reports, as everybody is told."""
+    return pb.StatusResponse(
+        run_id=report.run_id,
+        version=report.version,
+        incarnation=report.incarnation,
+        budget=report.budget,
+        batch_groups=report.batch_groups,
+        groups=report.groups,
+        enqueued=report.enqueued,
+        eval_groups=report.eval_groups,
+        counters=report.counters,
+        payload_bytes=report.payload_bytes,
+        nodes=[
+            pb.NodeStatus(
+                node_id=node.node_id,
+                version=node.version,
+                leases=node.leases,
+                waiting_for=node.waiting_for,
+                waiting_seconds=node.waiting_ms / 1000,
+                seen_seconds_ago=node.seen_ms_ago / 1000,
+                load=node.load_percent / 100,
+            )
+            for node in report.nodes
+        ],
+        trainer_waiting_for=explain.trainer_wait(report),
+        trainer_waiting_seconds=report.trainer_waiting_ms / 1000,
+        oldest_queued_seconds=report.oldest_queued_ms / 1000,
+        paused=report.paused,
+        draining=report.draining,
+        step_metrics=json.loads(report.step_metrics or "{}"),
+        nodes_wanted=nodes_wanted,
+    )
+
+
+def audit_records(audit: c.AuditRecords) -> list[pb.AuditRecord]:
+    return [
+        pb.AuditRecord(at_seconds=r.at_ms / 1000, actor=r.actor, what=r.what) for r in audit.records
+    ]
+
+
+def _percent(load: float) -> int:
+    """Of a load that a node reports."""
+    return round(100 * min(load, 1.0)) if load > 0.0 else 0
+
+
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    """A step's metrics as the ledger keeps them: those that are numbers."""
+    if len(metrics) > _MOST_METRICS or any(len(name) > _LONGEST_METRIC for name in metrics):
+        raise DataError(
+            f"metrics: {len(metrics)} of them; use at most {_MOST_METRICS}, with names of at most "
+            f"{_LONGEST_METRIC} characters"
+        )
+    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return json.dumps(known, sort_keys=True) if known else ""
 
 
 def _lane(purpose: int) -> c.Lane:

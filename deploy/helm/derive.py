@@ -314,10 +314,9 @@ def rollout_cluster() -> dict[str, Schema]:
             **{"from": {**_PEERS, "description": "Who may reach it."}},
         ),
         "autoscaling": section(
-            "More nodes while the trainer waits.",
+            "As many nodes as the queue says the run wants.",
             minReplicas=whole("Fewest nodes.", 1),
             maxReplicas=whole("Most nodes.", 1),
-            waitingSeconds=whole("The trainer's wait that is worth another node.", 1),
             hpa=section(
                 "HorizontalPodAutoscaler on an external metric.",
                 enabled=flag("Make it."),

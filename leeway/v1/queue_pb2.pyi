@@ -123,18 +123,20 @@ class Progress(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
-    __slots__ = ("node_id", "version", "progress", "waiting_for", "waiting_seconds")
+    __slots__ = ("node_id", "version", "progress", "waiting_for", "waiting_seconds", "load")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     version: int
     progress: _containers.RepeatedCompositeFieldContainer[Progress]
     waiting_for: str
     waiting_seconds: float
-    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., waiting_seconds: _Optional[float] = ...) -> None: ...
+    load: float
+    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[int] = ..., progress: _Optional[_Iterable[_Union[Progress, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., waiting_seconds: _Optional[float] = ..., load: _Optional[float] = ...) -> None: ...
 
 class ExtendResponse(_message.Message):
     __slots__ = ("lost",)
@@ -265,20 +267,29 @@ class LeaseBatchResponse(_message.Message):
     def __init__(self, batch_id: _Optional[str] = ..., leased: _Optional[_Iterable[_Union[LeasedGroup, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., untrained: _Optional[_Union[Untrained, _Mapping]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("trainer_id", "incarnation", "batch_id", "version", "tokens_trained", "tokens_masked")
+    __slots__ = ("trainer_id", "incarnation", "batch_id", "version", "tokens_trained", "tokens_masked", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     TRAINER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TRAINED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_MASKED_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     trainer_id: str
     incarnation: int
     batch_id: str
     version: int
     tokens_trained: int
     tokens_masked: int
-    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[int] = ..., tokens_trained: _Optional[int] = ..., tokens_masked: _Optional[int] = ...) -> None: ...
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, trainer_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., batch_id: _Optional[str] = ..., version: _Optional[int] = ..., tokens_trained: _Optional[int] = ..., tokens_masked: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("committed",)
@@ -335,27 +346,29 @@ class ResumeResponse(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., restored: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("node_id", "version", "leases", "waiting_for", "waiting_seconds", "seen_seconds_ago")
+    __slots__ = ("node_id", "version", "leases", "waiting_for", "waiting_seconds", "seen_seconds_ago", "load")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SEEN_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     version: int
     leases: int
     waiting_for: str
     waiting_seconds: float
     seen_seconds_ago: float
-    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_for: _Optional[str] = ..., waiting_seconds: _Optional[float] = ..., seen_seconds_ago: _Optional[float] = ...) -> None: ...
+    load: float
+    def __init__(self, node_id: _Optional[str] = ..., version: _Optional[int] = ..., leases: _Optional[int] = ..., waiting_for: _Optional[str] = ..., waiting_seconds: _Optional[float] = ..., seen_seconds_ago: _Optional[float] = ..., load: _Optional[float] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("run_id", "version", "incarnation", "budget", "batch_groups", "groups", "enqueued", "counters", "payload_bytes", "nodes", "trainer_waiting_for", "trainer_waiting_seconds", "oldest_queued_seconds", "paused", "draining", "eval_groups")
+    __slots__ = ("run_id", "version", "incarnation", "budget", "batch_groups", "groups", "enqueued", "counters", "payload_bytes", "nodes", "trainer_waiting_for", "trainer_waiting_seconds", "oldest_queued_seconds", "paused", "draining", "eval_groups", "step_metrics", "nodes_wanted")
     class GroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +390,13 @@ class StatusResponse(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class StepMetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +413,8 @@ class StatusResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     EVAL_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_METRICS_FIELD_NUMBER: _ClassVar[int]
+    NODES_WANTED_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     version: int
     incarnation: int
@@ -409,7 +431,9 @@ class StatusResponse(_message.Message):
     paused: bool
     draining: bool
     eval_groups: _containers.ScalarMap[str, int]
-    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., incarnation: _Optional[int] = ..., budget: _Optional[int] = ..., batch_groups: _Optional[int] = ..., groups: _Optional[_Mapping[str, int]] = ..., enqueued: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., payload_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., trainer_waiting_for: _Optional[str] = ..., trainer_waiting_seconds: _Optional[float] = ..., oldest_queued_seconds: _Optional[float] = ..., paused: _Optional[bool] = ..., draining: _Optional[bool] = ..., eval_groups: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    step_metrics: _containers.ScalarMap[str, float]
+    nodes_wanted: int
+    def __init__(self, run_id: _Optional[str] = ..., version: _Optional[int] = ..., incarnation: _Optional[int] = ..., budget: _Optional[int] = ..., batch_groups: _Optional[int] = ..., groups: _Optional[_Mapping[str, int]] = ..., enqueued: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., payload_bytes: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., trainer_waiting_for: _Optional[str] = ..., trainer_waiting_seconds: _Optional[float] = ..., oldest_queued_seconds: _Optional[float] = ..., paused: _Optional[bool] = ..., draining: _Optional[bool] = ..., eval_groups: _Optional[_Mapping[str, int]] = ..., step_metrics: _Optional[_Mapping[str, float]] = ..., nodes_wanted: _Optional[int] = ...) -> None: ...
 
 class SetBudgetRequest(_message.Message):
     __slots__ = ("budget", "actor")

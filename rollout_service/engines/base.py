@@ -22,7 +22,7 @@ from leeway.config import UpdateMode
 from leeway.errors import EngineError
 from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
-from leeway.versions import VersionSpan
+from leeway.versions import VersionSpan, expand, spans_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +136,25 @@ def prove(canary: Canary, version: int, logprobs: Float32Array) -> None:
         )
 
 
+def joined(
+    request: GenerateRequest,
+    generation: Generation | None,
+    finish: FinishReason,
+    seconds: float,
+) -> Generation:
+    """A generation behind the one that it resumes."""
+    parts = [part for part in (request.resume, generation) if part is not None]
+    versions = np.concatenate([expand(part.versions) for part in parts])
+    return Generation(
+        request_id=request.request_id,
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        versions=spans_of(versions),
+        finish_reason=finish,
+        seconds=seconds + (request.resume.seconds if request.resume is not None else 0.0),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start, and gauges."""
@@ -147,6 +166,21 @@ class EngineStats:
     busy_seconds: float
     pauses: int
     pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How an engine copes with what it was given.
+
+    Attributes:
+        kv_use: The part of its KV cache that is in use, 0 to 1.
+        waiting: Sequences that it was given and does not run; 0 during an update, which holds them.
+        preemptions: Since its start: running sequences that it put back for want of memory.
+    """
+
+    kv_use: float
+    waiting: int
+    preemptions: int
 
 
 class Engine(Protocol):
@@ -207,5 +241,9 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats: ...
+
+    async def load(self) -> EngineLoad:
+        """Raises `InfrastructureError` when the engine does not answer."""
+        ...
 
     async def close(self) -> None: ...

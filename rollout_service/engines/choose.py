@@ -30,7 +30,7 @@ async def open_engine(config: Config, model: Path, node_id: str) -> AsyncIterato
             engine = await asyncio.to_thread(
                 TorchEngine,
                 model,
-                concurrency=config.rollout.concurrency,
+                concurrency=config.rollout.most_concurrency,
                 context=config.model.context,
             )
         elif settings.url is not None:

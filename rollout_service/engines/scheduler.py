@@ -146,6 +146,12 @@ class ContinuousBatch:
     def running(self) -> int:
         return len(self._running())
 
+    @property
+    def kv_use(self) -> float:
+        """Tokens in the cache, as a part of those that all slots can hold."""
+        tokens = sum(sequence.length for sequence in self._running())
+        return tokens / (self._concurrency * self._model.context_length)
+
     def followed(self) -> list[RunningSequence]:
         """Running sequences whose tokens somebody wants as they come."""
         return [s for s in self._running() if s.on_tokens is not None]

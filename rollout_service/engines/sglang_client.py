@@ -56,6 +56,10 @@ class SglangClient:
     async def server_info(self) -> dict[str, Any]:
         return dict(await self._json("GET", "/server_info"))
 
+    async def loads(self) -> list[dict[str, Any]]:
+        """Of each data-parallel rank: `token_usage`, `num_waiting_reqs` and more."""
+        return list((await self._json("GET", "/v1/loads"))["loads"])
+
     async def generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """One answer, whole."""
         return dict(await self._json("POST", "/generate", request, seconds=_ANSWER_SECONDS))

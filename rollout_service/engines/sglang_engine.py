@@ -34,15 +34,17 @@ from leeway.config import UpdateMode
 from leeway.errors import EngineError, InfrastructureError, LeewayError
 from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Int32Array
-from leeway.versions import VersionSpan, expand, spans_of
+from leeway.versions import VersionSpan, spans_of
 from rollout_service.engines.base import (
     CanaryError,
     ChangedElements,
+    EngineLoad,
     EngineStats,
     GenerateRequest,
     Generation,
     Update,
     check_request,
+    joined,
     prove,
 )
 from rollout_service.engines.sglang_client import SglangClient
@@ -74,6 +76,8 @@ class SglangEngine:
         self._idle.set()
         self._busy_since = 0.0
         self._generated = self._prefilled = self._pauses = 0
+        # Sequences that the server put back for want of memory, and how often updates did so.
+        self._retracted = self._updates_retracting = 0
         self._busy_seconds = self._pause_seconds = 0.0
 
     @classmethod
@@ -159,6 +163,7 @@ class SglangEngine:
             await self._client.control(
                 "/pause_generation", {"mode": _PAUSE_MODES.get(mode, "in_place")}
             )
+            self._updates_retracting += mode is UpdateMode.RECOMPUTE
             self._names[str(version)] = version
             await self._client.control("/begin_weight_update")
             await self._client.control(
@@ -197,6 +202,12 @@ class SglangEngine:
             pauses=self._pauses,
             pause_seconds=self._pause_seconds,
         )
+
+    async def load(self) -> EngineLoad:
+        ranks = await self._client.loads()
+        usage = max(float(rank["token_usage"]) for rank in ranks)
+        waiting = sum(int(rank["num_waiting_reqs"]) for rank in ranks)
+        return EngineLoad(usage, waiting if self._gate.is_set() else 0, self._retracted)
 
     async def close(self) -> None:
         self._broken = self._broken or InfrastructureError("the SGLang engine was closed")
@@ -267,7 +278,7 @@ class SglangEngine:
             done = resume.token_ids.size
         limit = min(request.sampling.max_new_tokens, self._context - request.prompt.size) - done
         if limit < 1 and resume is not None:
-            return _joined(request, None, FinishReason.LENGTH, time.monotonic() - started)
+            return joined(request, None, FinishReason.LENGTH, time.monotonic() - started)
         body = {
             "rid": request.request_id,
             "input_ids": known.tolist(),
@@ -279,6 +290,7 @@ class SglangEngine:
             "return_logprob": True,
             "extra_key": f"version-{self._version}",
         }
+        updates = self._updates_retracting
         if request.on_tokens is None:
             answer = await self._client.generate(body)
         else:
@@ -294,8 +306,10 @@ class SglangEngine:
             seconds=0.0,
         )
         self._generated += len(pairs)
+        by_updates = self._updates_retracting - updates
+        self._retracted += max(0, int(meta.get("total_retractions", 0)) - by_updates)
         self._prefilled += int(meta["prompt_tokens"]) - int(meta["cached_tokens"])
-        return _joined(request, generation, generation.finish_reason, time.monotonic() - started)
+        return joined(request, generation, generation.finish_reason, time.monotonic() - started)
 
     async def _follow(self, request: GenerateRequest, body: dict[str, Any]) -> dict[str, Any]:
         assert request.on_tokens is not None
@@ -362,25 +376,6 @@ class SglangEngine:
                 )
             changed[name] = held
         return changed
-
-
-def _joined(
-    request: GenerateRequest,
-    generation: Generation | None,
-    finish: FinishReason,
-    seconds: float,
-) -> Generation:
-    """A generation behind the one that it resumes."""
-    parts = [part for part in (request.resume, generation) if part is not None]
-    versions = np.concatenate([expand(part.versions) for part in parts])
-    return Generation(
-        request_id=request.request_id,
-        token_ids=np.concatenate([part.token_ids for part in parts]),
-        logprobs=np.concatenate([part.logprobs for part in parts]),
-        versions=spans_of(versions),
-        finish_reason=finish,
-        seconds=seconds + (request.resume.seconds if request.resume is not None else 0.0),
-    )
 
 
 def _serialise(tensors: Mapping[str, Any]) -> str:

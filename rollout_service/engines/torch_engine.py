@@ -34,6 +34,7 @@ from leeway.manifests import Canary
 from leeway.trajectory import Int32Array
 from rollout_service.engines.base import (
     CanaryError,
+    EngineLoad,
     EngineStats,
     GenerateRequest,
     Generation,
@@ -223,6 +224,11 @@ class TorchEngine:
             pauses=self._pauses,
             pause_seconds=self._pause_seconds,
         )
+
+    async def load(self) -> EngineLoad:
+        """Its cache has a place for each sequence, so that none is ever preempted."""
+        updating = bool(self._swaps) or self._settling is not None
+        return EngineLoad(self._batch.kv_use, 0 if updating else self.stats().waiting, 0)
 
     async def close(self) -> None:
         """Ends the thread; what is pending fails. Closing twice is fine.

@@ -51,6 +51,18 @@ _RULE = _object(
     expr=_TEXT,
     **{"for": _DURATION, "labels": _LABELS, "annotations": _LABELS},
 )
+_SCALING = _object(
+    "policies",
+    stabilizationWindowSeconds=_COUNT,
+    policies=_array(
+        _object(
+            "type value periodSeconds",
+            type={"enum": ["Percent", "Pods"]},
+            value=_COUNT,
+            periodSeconds=_COUNT,
+        )
+    ),
+)
 _SPECS = {
     "PodMonitor": _object(
         "selector podMetricsEndpoints",
@@ -67,7 +79,13 @@ _SPECS = {
         minReplicaCount=_COUNT,
         maxReplicaCount=_COUNT,
         pollingInterval=_COUNT,
-        cooldownPeriod=_COUNT,
+        advanced=_object(
+            "horizontalPodAutoscalerConfig",
+            horizontalPodAutoscalerConfig=_object(
+                "behavior",
+                behavior=_object("scaleUp scaleDown", scaleUp=_SCALING, scaleDown=_SCALING),
+            ),
+        ),
         triggers=_array(
             _object(
                 "type metadata",

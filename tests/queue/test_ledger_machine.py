@@ -245,7 +245,7 @@ class QueueMachine(RuleBasedStateMachine):
         held = tuple(
             c.Progress(lease_id, tokens) for lease_id, _, owner in self.leases[-8:] if owner == node
         )
-        self.apply(c.Extend(node, self.version, held, "weights", 10))
+        self.apply(c.Extend(node, self.version, held, "weights", 10, 50))
 
     @rule(step=st.sampled_from([-5_000, 10, 400, 1_100, 700_000]))
     def time_passes(self, step: int) -> None:
@@ -305,7 +305,7 @@ class QueueMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, skip: int) -> None:
         batch_id = data.draw(st.sampled_from(sorted(self.batches)))
         self.commits.append(
-            c.Commit("trainer", self.incarnation, batch_id, self.version + skip, 10, 1)
+            c.Commit("trainer", self.incarnation, batch_id, self.version + skip, 10, 1, '{"a": 1}')
         )
         self._commit(self.commits[-1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -87,9 +88,12 @@ async def test_a_batch_goes_all_the_way(run: Run) -> None:
     assert [t.index for t in batch.groups[0].trajectories] == [0, 1]
     assert batch.staleness == (Staleness(0, 0), Staleness(0, 0))
     assert (batch.budget, batch.masked_tokens) == (1, 0)
-    assert await run.trainer.commit(batch, version=1) == 2
+    assert (await run.operator.status()).step_metrics == {}
+    metrics = {"step": 1, "reward_mean": 0.5, "loss_sum": math.nan}
+    assert await run.trainer.commit(batch, version=1, metrics=metrics) == 2
     assert await run.trainer.checkpointed(1) == 2
     status = await run.operator.status()
+    assert status.step_metrics == {"step": 1, "reward_mean": 0.5}, "what is a number"
     assert (status.groups["committed"], status.groups["queued"]) == (2, 2)
     assert status.nodes[0].node_id == "node"
 

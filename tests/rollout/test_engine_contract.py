@@ -134,6 +134,21 @@ async def test_ids_log_probabilities_and_versions(served: Served) -> None:
     served.check(generation, [5, 6, 9])
 
 
+async def test_it_says_how_it_copes(served: Served) -> None:
+    seen = []
+    async with asyncio.timeout(SECONDS):
+        # An answer may be short: until one was caught under way.
+        while not any(load.kv_use > 0.0 for load in seen):
+            asked = [request(f"load-{i}", [3, 4, 5 + i], 200) for i in range(8)]
+            going = asyncio.create_task(collect(served.engine, asked))
+            while not going.done():
+                seen.append(await served.engine.load())
+                await asyncio.sleep(0.002)
+            await going
+    assert all(0.0 <= load.kv_use <= 1.0 for load in seen)
+    assert {load.preemptions for load in seen} == {0}
+
+
 async def test_log_probabilities_are_after_temperature(served: Served) -> None:
     prompt = [11, 12, 13]
     (generation,) = await collect(served.engine, [request("warm", prompt, 12, temperature=0.7)])

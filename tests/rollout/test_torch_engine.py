@@ -311,6 +311,20 @@ async def test_no_more_than_the_concurrency_run_and_the_first_come_first(llama: 
     assert order == [f"r{i}" for i in range(7)]
 
 
+async def test_what_does_not_fit_waits_and_the_load_says_so(llama: Path) -> None:
+    requests = [
+        request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=60)) for i in range(5)
+    ]
+    async with engine_of(llama, concurrency=2, stop_tokens=NEVER_STOPS) as engine:
+        answers = engine.generate(requests)
+        await anext(answers)
+        load = await engine.load()
+        assert 0 < load.waiting <= 3 and 0.0 < load.kv_use <= 1.0
+        assert len([generation async for generation in answers]) == 4
+        idle = await engine.load()
+        assert (idle.kv_use, idle.waiting, idle.preemptions) == (0.0, 0, 0)
+
+
 async def test_progress_counts_the_tokens_of_what_has_not_ended(llama: Path) -> None:
     async with engine_of(llama, stop_tokens=NEVER_STOPS) as engine:
         names = ["long", "short"]

@@ -20,6 +20,7 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.loop import Learned
 from trainer_service.packed import StepPlan
 from trainer_service.record import Record, StepTimes
+from trainer_service.trackers.feed import Trackers
 from trajectory_queue.client import Batch, Untrained
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
@@ -41,8 +42,9 @@ def written(run: Path, members: list[Trajectory], *sums: TokenSums) -> dict[str,
         objectives.append(Objective(AlgorithmConfig(), 5))
         objectives[-1].sums = own
     batch = Batch("b", (group(members),), (), 5, 0, Untrained(0, 0, 0.0))
-    record = Record(run)
-    record.step(6, batch, Learned([], objectives, 0.5, 1e-3), StepTimes())
+    record = Record(run, Trackers({}))
+    learned = Learned([], objectives, 0.5, 1e-3)
+    record.step(record.measure(6, batch, learned, StepTimes()), batch, learned)
     record.close()
     return json.loads((run / "metrics.jsonl").read_text())
 

@@ -107,6 +107,7 @@ class Node:
     seen: int
     waiting_for: str = ""
     waiting_ms: int = 0
+    load_percent: int = 0
 
 
 @dataclass(slots=True)
@@ -160,6 +161,7 @@ class Books:
     paused: bool = False
     draining: bool = False
     payload_bytes: int = 0
+    step_metrics: str = ""
     audit: deque[c.AuditRecord] = field(default_factory=lambda: deque(maxlen=c.AUDIT_KEPT))
     """What operators changed, newest first."""
 

@@ -46,6 +46,7 @@ def status(books: Books, _command: c.Status) -> c.Report:
                 node.waiting_for,
                 node.waiting_ms,
                 books.clock - node.seen,
+                node.load_percent,
             )
             for node_id, node in sorted(books.nodes.items())
         ),
@@ -55,6 +56,7 @@ def status(books: Books, _command: c.Status) -> c.Report:
         oldest_queued_ms=books.clock - first.queued_at if first is not None else 0,
         paused=books.paused,
         draining=books.draining,
+        step_metrics=books.step_metrics,
     )
 
 

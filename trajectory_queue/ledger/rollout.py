@@ -132,6 +132,7 @@ def _leased(
 def extend(books: Books, command: c.Extend) -> c.Extended:
     node = books.see(command.node_id, command.version)
     node.waiting_for, node.waiting_ms = command.waiting_for, command.waiting_ms
+    node.load_percent = command.load_percent
     lost = []
     for progress in command.progress:
         group = books.held(progress.lease_id, command.node_id)

@@ -140,6 +140,7 @@ def _commit_batch(
         books.published = max(books.published, books.version)
         books.counters["tokens_trained"] += command.tokens_trained
         books.counters["tokens_masked"] += command.tokens_masked
+        books.step_metrics = command.metrics or books.step_metrics
     for task_id in batch.task_ids:
         group = books.groups[task_id]
         group.committed_at = books.version

@@ -22,7 +22,7 @@ local function nodes()
     reports[#reports + 1] = {
       node_id = name, version = node.version, leases = leases[name] or 0,
       waiting_for = wait.waiting_for or '', waiting_ms = wait.waiting_ms or 0,
-      seen_ms_ago = now - node.seen,
+      seen_ms_ago = now - node.seen, load_percent = wait.load_percent or 0,
     }
   end
   table.sort(reports, function(a, b) return a.node_id < b.node_id end)
@@ -72,6 +72,7 @@ return reply({
       nodes = nodes(), trainer_waiting_ms = waiting_ms, trainer_has = has, trainer_wants = wants,
       oldest_queued_ms = first and now - group(first).queued_at or 0,
       paused = L.paused == 1, draining = L.draining == 1,
+      step_metrics = call('HGET', P .. 'meta', 'step_metrics') or '',
     }
   end,
 

@@ -288,7 +288,8 @@ return reply({
     tick()
     see(args.node_id, args.version)
     call('HSET', P .. 'node_waits', args.node_id,
-      cjson.encode({waiting_for = args.waiting_for, waiting_ms = args.waiting_ms}))
+      cjson.encode({waiting_for = args.waiting_for, waiting_ms = args.waiting_ms,
+        load_percent = args.load_percent}))
     local lost = {}
     for _, progress in ipairs(args.progress) do
       local g = held(progress.lease_id, args.node_id)

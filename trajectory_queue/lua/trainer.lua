@@ -206,6 +206,7 @@ return reply({
       if L.version > L.published then set('published', L.version) end
       count('tokens_trained', args.tokens_trained)
       count('tokens_masked', args.tokens_masked)
+      if args.metrics ~= '' then set('step_metrics', args.metrics) end
     end
     for _, id in ipairs(batch.tasks) do
       local g = group(id)

@@ -62,7 +62,7 @@ def from_run(run: Path, *, update_seconds: float = 0.0) -> Profile:
         lease_seconds=config.queue.lease_seconds,
         rollouts=Rollouts(
             nodes=config.rollout.nodes,
-            concurrency=config.rollout.concurrency,
+            concurrency=config.rollout.most_concurrency,
             answers=tuple(
                 tuple((float(tokens), float(seconds)) for tokens, seconds in group)
                 for row in steps

@@ -75,7 +75,7 @@ class Node:
         self._policy = policy
         self._pace = pace
         self._size = config.queued_group_size
-        self._concurrency = max(config.rollout.concurrency, self._size)
+        self._concurrency = max(config.rollout.most_concurrency, self._size)
         self._only_idle = config.staleness.first_budget == 0
         self._heartbeat_seconds = config.rollout.heartbeat_seconds
         self._running: dict[str, asyncio.Task[None]] = {}

@@ -32,3 +32,13 @@
     secretName: {{ .Values.security.secret }}
     defaultMode: 0440
 {{- end }}
+
+{{/* A node needs minutes until it helps, and one too few costs the trainer's time. */}}
+{{- define "rollout-cluster.scaling" -}}
+scaleUp:
+  stabilizationWindowSeconds: 60
+  policies: [{type: Percent, value: 50, periodSeconds: 120}, {type: Pods, value: 1, periodSeconds: 120}]
+scaleDown:
+  stabilizationWindowSeconds: 1800
+  policies: [{type: Pods, value: 1, periodSeconds: 600}]
+{{- end }}
