@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import math
 import shlex
@@ -85,6 +86,17 @@ METHODS: dict[str, dict[str, Any]] = {
 """Settings of trainer.algorithm. Two are no method but a measure: `uncorrected` takes stale data as
 if it were fresh, which Leeway refuses to; `delayed_gradient` has no off-policy error, only delay:
 the gradient of the old policy on its own fresh data, applied to the new one."""
+
+
+def played_by(method: str, eta: int) -> str:
+    """The method whose run this one's is, bit for bit: on fresh data every weight is 1, and the
+    proximal policy is the one that generated."""
+    fresh = (
+        eta == 0
+        and method != "delayed_gradient"
+        and METHODS[method].keys() <= {"proximal", "weight"}
+    )
+    return "decoupled" if fresh else method
 
 
 class Run:
@@ -218,7 +230,7 @@ def cells(
     """Seed by seed, so that an unfinished table has fewer seeds, not fewer cells."""
     for seed in seeds:
         for eta in etas:
-            for method in methods:
+            for method in dict.fromkeys(played_by(method, eta) for method in methods):
                 yield method, eta, seed
 
 
@@ -242,9 +254,9 @@ def table(runs: Runs) -> dict[str, dict[str, Any]]:
     """reward[method][eta]: mean, standard error, seeds; and the mean over the whole curve, which
     says how fast it was learned."""
     found: dict[str, dict[str, Any]] = {}
-    for method in METHODS:
-        for eta in sorted({key[1] for key in runs if key[0] == method}):
-            own = [row for key, row in runs.items() if key[:2] == (method, eta)]
+    for method, eta in itertools.product(METHODS, sorted({eta for _, eta, _ in runs})):
+        played = (played_by(method, eta), eta)
+        if own := [row for key, row in runs.items() if key[:2] == played]:
             rewards = [row["reward"] for row in own]
             error = np.std(rewards, ddof=1) / math.sqrt(len(own)) if len(own) > 1 else None
             found.setdefault(method, {})[str(eta)] = {

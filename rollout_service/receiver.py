@@ -285,8 +285,12 @@ class PolicyReceiver:
         self._reports.put_nowait(report)
         lacking = await asyncio.to_thread(self._host.lacking)
         canary = manifest.canary if manifest is not None else None
+        pause = 0.0
         try:
-            pause = await self._engine.swap(lacking, staged.version, self._mode, canary)
+            # A trainer that came back announces again what is in place; generations go on as if it
+            # had not, to the last bit.
+            if lacking or staged.version != self._version:
+                pause = await self._engine.swap(lacking, staged.version, self._mode, canary)
         except CanaryError as error:
             _REFUSED.labels("canary").inc()
             self._refusal = _next(report, pb.NODE_STATE_FAILED, message=str(error))

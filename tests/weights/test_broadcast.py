@@ -204,23 +204,42 @@ async def test_adapters_travel_whole_under_the_same_protocol() -> None:
                 assert same(engine.weights, policy)
 
 
+async def _applied(address: str, version: int) -> None:
+    """Returns once the broadcaster knows that node `a` has the version."""
+    wanted = (version, [("a", version, "applied", True, 0)])
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            newest, rows = await list_nodes(address, OPEN)
+            found = [(r.node_id, r.version, r.state, r.connected, r.lag) for r in rows]
+            if (newest, found) == wanted:
+                return
+            await asyncio.sleep(0.01)
+
+
 async def test_the_listing_says_who_has_what() -> None:
     trainer = Trainer()
     with publisher() as broadcast:
         publish(broadcast, 4, trainer)
-        async with node(broadcast.address, MemoryEngine(), node_id="a") as receiver:
-            await receiver.wait_for(4, DEADLINE)
+        async with node(broadcast.address, MemoryEngine(), node_id="a"):
+            await _applied(broadcast.address, 4)
 
-            async def applied() -> bool:
-                version, rows = await list_nodes(broadcast.address, OPEN)
-                assert version == 4
-                return [(r.node_id, r.version, r.state, r.connected, r.lag) for r in rows] == [
-                    ("a", 4, "applied", True, 0)
-                ]
 
-            async with asyncio.timeout(DEADLINE):
-                while not await applied():
-                    await asyncio.sleep(0.01)
+async def test_what_a_new_incarnation_announces_again_leaves_the_engine_alone() -> None:
+    trainer = Trainer()
+    engine = MemoryEngine()
+    with publisher(incarnation=1) as first:
+        address = first.address
+        async with node(address, engine, node_id="a"):
+            publish(first, 5, trainer)
+            await _applied(address, 5)
+            await asyncio.to_thread(first.close)
+            with publisher(incarnation=2, address=address) as second:
+                publish(second, 5, trainer)
+                await _applied(address, 5)
+                trainer.step()
+                publish(second, 6, trainer)
+                await _applied(address, 6)
+    assert [version for version, _, _ in engine.swaps] == [5, 6]
 
 
 def test_a_node_that_falls_behind_is_an_alarm_once() -> None:
