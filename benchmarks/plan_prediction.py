@@ -8,8 +8,8 @@ and metrics.jsonl.
     throughput_error_max  of trained tokens a second, relative; the worst run
     staleness_error_max   of the mean staleness of trained tokens, in versions; the worst run
 
-    python -m benchmarks.plan_prediction [--steps 16] [--at-once 3] [--short] [--real-steps 60]
-                                         [--runs RUN ...]
+    python -m benchmarks.plan_prediction [--steps 16] [--real-steps 40] [--at-once 3] [--short]
+                                         [--cases CASE ...] [--runs RUN ...]
 """
 
 from __future__ import annotations
@@ -134,24 +134,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at-once", type=int, default=3, help="runs that share the machine")
     parser.add_argument("--short", action="store_true", help="a quick, smaller form")
-    parser.add_argument("--real-steps", type=int, default=60, help="of the real runs; 0 for none")
+    parser.add_argument("--real-steps", type=int, default=40, help="of the real runs")
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *REAL], default=[*CASES, *REAL])
     parser.add_argument("--runs", type=Path, nargs="*", default=[], help="of real models")
     parser.add_argument("--keep", type=Path, help="leave the runs here")
     arguments = parser.parse_args()
-    names = list(SHORT if arguments.short else CASES)
+    names = list(SHORT if arguments.short else arguments.cases)
     with tempfile.TemporaryDirectory(prefix="leeway-bench-") as temporary:
         directory = arguments.keep or Path(temporary)
         with ProcessPoolExecutor(arguments.at_once, mp_context=get_context("spawn")) as pool:
             recorded = [
                 pool.submit(record, name, directory, arguments.steps, arguments.seed)
                 for name in names
+                if name in CASES
             ]
             for run in recorded:
                 run.result()
-        if arguments.real_steps:
-            for name in REAL:
+        for name in names:
+            if name in REAL:
                 record_real(name, directory, arguments.real_steps, arguments.seed)
-            names += REAL
         errors = [compare(run) for run in [directory / name for name in names] + arguments.runs]
     finish(
         arguments.seed,
