@@ -43,6 +43,7 @@ REPORT = Report(
     oldest_queued_ms=0,
     paused=False,
     draining=False,
+    step_metrics="",
 )
 # Each alert: series that make it fire, and series that do not, as promtool writes them.
 ESS = 'leeway_trainer{metric="effective_sample_size"}'

@@ -25,11 +25,12 @@ from leeway.algorithm import (
     WeightConfig,
 )
 
+# Those of a critic need its values: see test_critic.py.
 ADVANTAGES = [
     AdvantageConfig(baseline=baseline, normalise=normalise)
     for baseline in Baseline
     for normalise in Normalise
-    if (baseline, normalise) != (Baseline.NONE, Normalise.GROUP)
+    if baseline is not Baseline.CRITIC and (baseline, normalise) != (Baseline.NONE, Normalise.GROUP)
 ]
 POLICIES = [PolicyConfig(loss=loss) for loss in PolicyLoss] + [PolicyConfig(dual_clip=3.0)]
 WEIGHTS = [
