@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help quickstart test test-sglang test-openenv lint kill-trainer chaos format protos protos-check charts namespaces release-protos \
+.PHONY: help quickstart test test-sglang test-vllm test-openenv lint kill-trainer chaos format protos protos-check charts namespaces release-protos \
 	clean setup-quickstart setup-dev setup-deploy
 
 help: ## Show this list
@@ -30,6 +30,10 @@ test-sglang: setup-dev $(VENV)-sglang/.ready ## Pass the engine contract on a re
 	LEEWAY_SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python \
 		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
 
+test-vllm: setup-dev $(VENV)-vllm/.ready ## Pass the engine contract on a real vLLM server, on CPU
+	LEEWAY_VLLM_PYTHON=$(CURDIR)/$(VENV)-vllm/bin/python \
+		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
+
 test-openenv: setup-dev $(VENV)-openenv/.ready ## Pass the OpenEnv adapter's tests on its real server
 	LEEWAY_OPENENV_PYTHON=$(CURDIR)/$(VENV)-openenv/bin/python \
 		$(BIN)/python -m pytest tests/agents/test_openenv.py
@@ -38,9 +42,13 @@ $(VENV)-openenv/.ready:
 	tests/openenv/install.sh $(VENV)-openenv
 	@touch $@
 
-# A virtual environment of its own (2.7 GB): SGLang's pins are not ours.
+# Virtual environments of their own (2.7 and 3.5 GB): their pins are not ours.
 $(VENV)-sglang/.ready:
 	tests/sglang_cpu/install.sh $(VENV)-sglang
+	@touch $@
+
+$(VENV)-vllm/.ready:
+	tests/vllm_cpu/install.sh $(VENV)-vllm
 	@touch $@
 
 kill-trainer: setup-dev ## Kill trainers 20 times at random moments; their runs must not differ

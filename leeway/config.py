@@ -292,8 +292,8 @@ class GatewayConfig(Section):
 class EngineConfig(Section):
     """What generates. See the table of engines in docs/engine.md."""
 
-    kind: Literal["torch", "sglang"] = "torch"
-    """`torch` is embedded, for CPUs; `sglang` is a server beside the node."""
+    kind: Literal["torch", "sglang", "vllm"] = "torch"
+    """`torch` is embedded, for CPUs; `sglang` and `vllm` are servers beside the node."""
     url: str | None = None
     """A server that runs already, used by this node alone."""
     command: tuple[str, ...] | None = None
@@ -306,7 +306,8 @@ class EngineConfig(Section):
         servers = (self.url is not None) + (self.command is not None)
         if servers != (self.kind != "torch"):
             raise ValueError(
-                "engine.kind = sglang needs one of engine.url and engine.command; torch needs none"
+                f"engine.kind = {self.kind}: sglang and vllm need one of engine.url and "
+                "engine.command; torch needs none"
             )
         return self
 

@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from leeway.config import Config
 from leeway.errors import InfrastructureError
 from rollout_service.engines.base import Engine
+from rollout_service.engines.server import Server
+from rollout_service.engines.server_engine import ServerEngine
 from rollout_service.engines.server_process import server_process
-from rollout_service.engines.sglang_engine import SglangEngine
+from rollout_service.engines.sglang_server import SglangServer
 from rollout_service.engines.torch_engine import TorchEngine
+from rollout_service.engines.torch_model import stop_tokens
+from rollout_service.engines.vllm_server import VllmServer
 
 
 @asynccontextmanager
@@ -56,10 +61,13 @@ async def open_engine(config: Config, model: Path, node_id: str) -> AsyncIterato
         yield engine
 
 
-async def _connect(config: Config, url: str, model: Path) -> SglangEngine:
-    return await SglangEngine.connect(
-        url,
+async def _connect(config: Config, url: str, model: Path) -> ServerEngine:
+    settings = config.rollout.engine
+    server: Server[Any]
+    server = VllmServer(url, stop_tokens(model)) if settings.kind == "vllm" else SglangServer(url)
+    return await ServerEngine.connect(
+        server,
         model,
-        start_seconds=config.rollout.engine.start_seconds,
+        start_seconds=settings.start_seconds,
         context=config.model.context,
     )

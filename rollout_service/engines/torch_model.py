@@ -53,7 +53,7 @@ class HeldModel:
         self._head_dim = int(head_dim or text.hidden_size // text.num_attention_heads)
         self.vocabulary_size = int(text.vocab_size)
         self.context_length = _context(text, context)
-        self.stop_tokens = _stop_tokens(directory, text)
+        self.stop_tokens = stop_tokens(directory)
         self.weights = ModelWeights(self._model)
         self._prove(directory)
 
@@ -136,11 +136,12 @@ def _context(config: Any, wanted: int | None) -> int:
     return wanted or limit
 
 
-def _stop_tokens(directory: Path, config: Any) -> frozenset[int]:
+def stop_tokens(directory: Path) -> frozenset[int]:
+    """Ids that end an answer, as the model directory says."""
     try:
         found = GenerationConfig.from_pretrained(directory).eos_token_id
     except OSError:
-        found = config.eos_token_id
+        found = AutoConfig.from_pretrained(directory).get_text_config().eos_token_id
     if found is None:
         return frozenset()
     return frozenset(found) if isinstance(found, list) else frozenset([int(found)])

@@ -1,7 +1,8 @@
-"""One contract, every engine: torch, and a real SGLang server where LEEWAY_SGLANG_PYTHON names one.
+"""One contract, every engine: torch, and a real SGLang and a real vLLM server where
+LEEWAY_SGLANG_PYTHON and LEEWAY_VLLM_PYTHON name their Python.
 
-`make test-sglang` sets such a server up. Greedy where tokens are compared, since some servers
-ignore seeds.
+`make test-sglang` and `make test-vllm` set such servers up. Greedy where tokens are compared, since
+some servers ignore seeds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,15 @@ from rollout_service.engines.base import (
     Generation,
 )
 from rollout_service.engines.choose import open_engine
+from rollout_service.engines.server import Server
+from rollout_service.engines.server_engine import ServerEngine
 from rollout_service.engines.server_process import server_process
-from rollout_service.engines.sglang_client import SglangClient
-from rollout_service.engines.sglang_engine import SglangEngine
+from rollout_service.engines.sglang_server import SglangServer
 from rollout_service.engines.torch_engine import TorchEngine
+from rollout_service.engines.vllm_server import VllmServer
 from tests.rollout.tiny_models import (
     CONTEXT,
+    EOS,
     VOCABULARY,
     plain_logprobs,
     save_tiny_model,
@@ -50,18 +55,30 @@ SGLANG = [
     "--skip-tokenizer-init", "--mem-fraction-static", "0.3", "--max-total-tokens", "16384",
     "--max-running-requests", "32",
 ]  # fmt: skip
+VLLM_PYTHON = os.environ.get("LEEWAY_VLLM_PYTHON", "")
+VLLM = [
+    "env", "VLLM_SERVER_DEV_MODE=1", "VLLM_NO_USAGE_STATS=1", "OMP_NUM_THREADS=1",
+    "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1",
+    VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}",
+    "--port", "{port}", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
+    "--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", "32",
+    "--enable-prompt-tokens-details",
+]  # fmt: skip
+AFTER_TEMPERATURE = ["--logprobs-mode", "processed_logprobs"]
 START_SECONDS = 400.0
 SECONDS = 120.0
 TOLERANCE = 1e-4
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
 needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="LEEWAY_SGLANG_PYTHON is not set")
+needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="LEEWAY_VLLM_PYTHON is not set")
 
 
 class Served:
     """An engine, and the model directory whose weights it holds."""
 
-    def __init__(self, engine: Engine, models: list[Path]) -> None:
+    def __init__(self, kind: str, engine: Engine, models: list[Path]) -> None:
+        self.kind = kind
         self.engine = engine
         self.models = models
         self.holds = models[0]
@@ -87,7 +104,11 @@ class Served:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=["torch", pytest.param("sglang", marks=needs_sglang)],
+    params=[
+        "torch",
+        pytest.param("sglang", marks=needs_sglang),
+        pytest.param("vllm", marks=needs_vllm),
+    ],
 )
 async def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -96,21 +117,30 @@ async def served(
     models = [save_tiny_model(directory / str(seed), seed=seed) for seed in range(3)]
     if request.param == "torch":
         torch = TorchEngine(models[0], concurrency=16)
-        yield Served(torch, models)
+        yield Served("torch", torch, models)
         await torch.close()
         return
-    log = directory / "server.log"
-    async with server_process(SGLANG, models[0], log) as (url, process):
+    command = SGLANG if request.param == "sglang" else VLLM + AFTER_TEMPERATURE
+    async with connected(command, models[0], directory / "server.log") as engine:
+        yield Served(request.param, engine, models)
+
+
+@asynccontextmanager
+async def connected(command: list[str], model: Path, log: Path) -> AsyncIterator[ServerEngine]:
+    async with server_process(command, model, log) as (url, process):
+        server: Server[Any] = (
+            VllmServer(url, [EOS]) if VLLM_PYTHON in command else SglangServer(url)
+        )
         connecting = asyncio.create_task(
-            SglangEngine.connect(url, models[0], start_seconds=START_SECONDS)
+            ServerEngine.connect(server, model, start_seconds=START_SECONDS)
         )
         ending = asyncio.create_task(process.wait())
         await asyncio.wait({connecting, ending}, return_when=asyncio.FIRST_COMPLETED)
         assert connecting.done(), log.read_text()[-3000:]
         ending.cancel()
-        sglang = connecting.result()
-        yield Served(sglang, models)
-        await sglang.close()
+        engine = connecting.result()
+        yield engine
+        await engine.close()
 
 
 def request(
@@ -156,6 +186,37 @@ async def test_log_probabilities_are_after_temperature(served: Served) -> None:
     plain = plain_logprobs(served.holds, whole, temperature=0.7)[len(prompt) - 1 : -1]
     chosen = plain[np.arange(len(plain)), generation.token_ids]
     assert np.abs(chosen - generation.logprobs).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("support", [{"top_k": 4}, {"top_p": 0.5}])
+async def test_log_probabilities_are_over_the_support_or_refused(
+    served: Served, support: dict[str, Any]
+) -> None:
+    prompt = [14, 15, 16]
+    drawn = GenerateRequest(
+        "drawn", np.array(prompt, dtype=np.int32), Sampling(1.3, max_new_tokens=12, **support), 7
+    )
+    if served.kind == "sglang":
+        with pytest.raises(EngineError, match=r"use top_p=1\.0 and top_k=0"):
+            served.engine.check(drawn)
+        return
+    (generation,) = await collect(served.engine, [drawn])
+    whole = np.concatenate([np.array(prompt), generation.token_ids])
+    plain = plain_logprobs(served.holds, whole, temperature=1.3)[len(prompt) - 1 : -1]
+    for logprobs, token, said in zip(plain, generation.token_ids, generation.logprobs, strict=True):
+        order = np.sort(np.exp(logprobs))[::-1]
+        kept = support.get("top_k", int((np.cumsum(order) < 0.5).sum()) + 1)
+        assert abs(logprobs[token] - np.log(order[:kept].sum()) - said) < TOLERANCE
+
+
+async def test_a_seed_determines_the_draws(served: Served) -> None:
+    if served.kind == "sglang":
+        pytest.skip("SGLang's CPU backend ignores seeds")
+    first, second = [
+        (await collect(served.engine, [request("drawn", [17, 18], 40, temperature=1.0)]))[0]
+        for _ in range(2)
+    ]
+    assert np.array_equal(first.token_ids, second.token_ids)
 
 
 async def test_many_at_once_are_each_themselves(served: Served) -> None:
@@ -228,6 +289,27 @@ async def test_two_updates_in_a_row_under_load(served: Served, mode: UpdateMode)
     await served.swap(0, mode)
 
 
+async def test_who_comes_while_an_update_drains_waits_for_it(served: Served) -> None:
+    first = served.engine.version
+    begun = asyncio.Event()
+    old = request("old", [44, 45], 220, on_tokens=lambda _: begun.set())
+    running = [asyncio.create_task(collect(served.engine, [old]))]
+    async with asyncio.timeout(SECONDS):
+        await begun.wait()
+        draining = asyncio.create_task(served.swap(1, UpdateMode.DRAIN))
+        while not draining.done():
+            new = request(f"new {len(running)}", [46, len(running)])
+            running.append(asyncio.create_task(collect(served.engine, [new])))
+            await asyncio.wait({draining}, timeout=0.05)
+        await draining
+    for generation in [generation for task in running for generation in await task]:
+        (version,) = set(expand(generation.versions))
+        assert version == first or generation.request_id != "old"
+        assert version in (first, first + 1)
+    served.check(await served.greedy([46, 47]), [46, 47])
+    await served.swap(0, UpdateMode.DRAIN)
+
+
 async def test_changed_elements_are_as_good_as_whole_tensors(served: Served) -> None:
     target = weights_of(served.models[1])
     updates = {}
@@ -260,18 +342,22 @@ async def _running(engine: Engine) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_sglang_refuses_a_support_that_its_log_probabilities_do_not_follow(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_that_is_away_is_no_engine(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
-    engine = SglangEngine(SglangClient("http://127.0.0.1:9"), model, CONTEXT, VOCABULARY, 0)
-    for restricted in (Sampling(1.0, top_p=0.9), Sampling(1.0, top_k=5)):
-        prompt = np.array([1, 2], dtype=np.int32)
-        with pytest.raises(EngineError, match=r"use top_p=1\.0 and top_k=0"):
-            engine.check(GenerateRequest("one", prompt, restricted, 0))
-    with pytest.raises(InfrastructureError):
-        await collect(engine, [request("away", [1, 2])])
-    await engine.close()
+    away = "http://127.0.0.1:9"
+    for server in (SglangServer(away), VllmServer(away, [EOS])):
+        engine = ServerEngine(server, model, CONTEXT, VOCABULARY, 0)
+        with pytest.raises(InfrastructureError):
+            await collect(engine, [request("away", [1, 2])])
+        await engine.close()
+
+
+@needs_vllm
+async def test_vllm_with_log_probabilities_before_temperature_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        async with connected(VLLM, model, tmp_path / "server.log"):
+            pass
 
 
 async def test_a_server_that_ends_while_it_starts_is_said_with_its_log(tmp_path: Path) -> None:
