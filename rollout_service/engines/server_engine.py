@@ -6,8 +6,8 @@ What must hold, whichever it is:
 - The server stamps versions, by the name that each update gives its weights.
 - New weights are handed over whole: no server takes changed elements, so that a copy of all weights
   is kept here and patched.
-- An update is: close the gate, pause, replace, continue, prove by the canary, open the gate.
-  Nothing begins meanwhile, and nothing that was sampled meanwhile is yielded before the proof.
+- An update is: close the door, pause, replace, continue, prove by the canary, open the door.
+  Nothing begins meanwhile, and nothing sampled since the pause is yielded before the proof.
 - Prefix caches are salted by version: a cache of the old policy is never reused, also where running
   requests go on with theirs (`in_place`).
 
@@ -62,9 +62,12 @@ class ServerEngine:
         self._asked: set[str] = set()
         self._partial: dict[str, int] = {}
         self._broken: LeewayError | None = None
-        # Closed while an update is under way: nothing begins, and nothing is yielded.
-        self._gate = asyncio.Event()
-        self._gate.set()
+        # Closed while an update is under way: nothing begins.
+        self._door = asyncio.Event()
+        self._door.set()
+        # Closed from the pause to the proof: nothing is told or yielded.
+        self._proof = asyncio.Event()
+        self._proof.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._busy_since = 0.0
@@ -143,10 +146,11 @@ class ServerEngine:
     ) -> float:
         await asyncio.to_thread(self._patch, updates)
         staged = await asyncio.to_thread(self._server.stage, self._weights, updates.keys())
-        self._gate.clear()
+        self._door.clear()
         try:
             if mode is UpdateMode.DRAIN:
                 await self._idle.wait()
+            self._proof.clear()
             started = time.monotonic()
             self._names[str(version)] = version
             await self._server.replace(staged, str(version), mode)
@@ -159,7 +163,8 @@ class ServerEngine:
             self._broken = error
             raise
         finally:
-            self._gate.set()
+            self._proof.set()
+            self._door.set()
         self._pauses += 1
         self._pause_seconds += seconds
         return seconds
@@ -178,16 +183,16 @@ class ServerEngine:
 
     async def load(self) -> EngineLoad:
         load = await self._server.load()
-        return load if self._gate.is_set() else replace(load, waiting=0)
+        return load if self._door.is_set() else replace(load, waiting=0)
 
     async def close(self) -> None:
         self._broken = self._broken or InfrastructureError("the engine was closed")
         await self._server.client.close()
 
-    async def _open(self) -> None:
-        """Waits for the gate. Raises what an update broke on."""
-        while not self._gate.is_set():
-            await self._gate.wait()
+    async def _pass(self, gate: asyncio.Event) -> None:
+        """Raises what an update broke on."""
+        while not gate.is_set():
+            await gate.wait()
         if self._broken is not None:
             raise self._broken
 
@@ -195,7 +200,7 @@ class ServerEngine:
         try:
             for ended in asyncio.as_completed(tasks):
                 generation = await ended
-                await self._open()
+                await self._pass(self._proof)
                 yield generation
         finally:
             left = [task for task in tasks if not task.done()]
@@ -207,7 +212,7 @@ class ServerEngine:
     async def _generate(self, request: GenerateRequest) -> Generation:
         started = time.monotonic()
         try:
-            await self._open()
+            await self._pass(self._door)
             self._begin(request.request_id)
             return await self._ask(request, started)
         except asyncio.CancelledError:
@@ -271,7 +276,7 @@ class ServerEngine:
 
         async def tell(token_ids: Sequence[int]) -> None:
             # What is sampled under unproven weights is not told.
-            await self._open()
+            await self._pass(self._proof)
             on_tokens(np.array(token_ids, dtype=np.int32))
             told = self._partial.get(request.request_id, 0)
             self._partial[request.request_id] = told + len(token_ids)

@@ -30,6 +30,7 @@ _SHAPE: dict[str, Any] = {
 CONFIGS = {
     # Heads of 32: vLLM has no smaller ones on CPUs.
     "llama": LlamaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "llama_untied": LlamaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=24, tie_word_embeddings=True),
 }
