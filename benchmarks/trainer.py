@@ -30,7 +30,8 @@ from common import finish
 from transformers import AutoModelForCausalLM
 
 from leeway import models
-from leeway.config import AlgorithmConfig, TrainerConfig
+from leeway.algorithm import AlgorithmConfig
+from leeway.config import TrainerConfig
 from leeway.process import keep_freed_memory
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
