@@ -15,7 +15,8 @@ import torch
 from trainer_cases import random_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
-from leeway.config import AlgorithmConfig, TrainerConfig
+from leeway.algorithm import AlgorithmConfig
+from leeway.config import TrainerConfig
 from leeway.errors import ConfigError, DataError
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 from trainer_cases import group, trajectory
 
-from leeway.config import AlgorithmConfig
+from leeway.algorithm import AlgorithmConfig
 from leeway.trajectory import Trajectory
 from leeway.versions import VersionSpan
 from trainer_service.algorithms.critic import ValueLoss

@@ -20,7 +20,8 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from leeway.config import AlgorithmConfig, TrainerConfig
+from leeway.algorithm import AlgorithmConfig
+from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from leeway.trajectory import Group
 from trainer_service.algorithms.objective import Objective
