@@ -312,7 +312,7 @@ def _check_logprobs(trajectories: Sequence[Trajectory], directory: Path) -> None
     plan = pack(groups, ones, ones, 8192)
     worst = 0.0
     tokens = 0
-    for batch, logprobs in zip(plan.microbatches, backend.logprobs(plan.microbatches), strict=True):
+    for batch, logprobs in zip(plan.microbatches, backend.scores(plan.microbatches), strict=True):
         worst = max(worst, float(np.abs(logprobs - batch.behaviour).max()))
         tokens += logprobs.size
     assert tokens == sum(t.trained_tokens for t in trajectories)
