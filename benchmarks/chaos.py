@@ -342,14 +342,20 @@ class Chaos:
 
     def _fill(self) -> None:
         self._set_memory("1mb")
-        self._after(self._random.uniform(0.5, 3.0), lambda: self._set_memory("0"))
+        self._after(self._random.uniform(0.5, 3.0), self._relieve)
 
-    def _set_memory(self, limit: str) -> None:
-        with (
-            contextlib.suppress(redis.RedisError),
-            redis.Redis.from_url(self._redis_url, socket_timeout=0.5) as client,
-        ):
-            client.config_set("maxmemory", limit)
+    def _relieve(self) -> None:
+        """Where Redis is away, again in a while: nobody else gives its memory back."""
+        if not self._set_memory("0"):
+            self._after(0.5, self._relieve)
+
+    def _set_memory(self, limit: str) -> bool:
+        try:
+            with redis.Redis.from_url(self._redis_url, socket_timeout=0.5) as client:
+                client.config_set("maxmemory", limit)
+        except redis.RedisError:
+            return False
+        return True
 
     def _jump(self) -> None:
         path = self._folder / f"skew-{self._random.randrange(SERVICES)}"

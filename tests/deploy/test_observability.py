@@ -176,7 +176,7 @@ print(json.dumps(found))
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     # The ledger's are there once a report is.
     collector = LedgerCollector()
-    collector.update(REPORT)
+    collector.update(REPORT, nodes_wanted=1)
     return {**found, **{metric.name: metric.type for metric in collector.collect()}}
 
 
