@@ -4,7 +4,8 @@
 event loop keeps talking to the queue meanwhile. What must hold:
 
 - The policy version is the number of batches learned from; it goes up by one a batch, is published
-  before the batch is committed, and only committed batches free their places.
+  before the batch is committed (by the next life, if this one ends there), and only committed
+  batches free their places.
 - Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
   the loop checks that once more.
 - A life that resumes trains again on what was consumed after its checkpoint, but hands nothing out
