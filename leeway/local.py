@@ -32,8 +32,9 @@ from leeway.process import EXIT_CONFIG, EXIT_OK, LIFELINE
 
 MAX_RESTARTS = 3
 # Together under the five seconds that Ctrl-C may take.
-STOP_SECONDS = 4.0
-KILL_SECONDS = 0.5
+CLIENT_SECONDS = 3.4
+QUEUE_SECONDS = 0.5
+KILL_SECONDS = 0.3
 # Kept of every child's log, to say why it died.
 _LAST_LINES = 15
 
@@ -169,13 +170,23 @@ class Supervisor:
         return await child.process.wait()
 
     async def _stop_all(self) -> None:
-        running = [child.process for child in self._children if child.process is not None]
-        for process in running:
-            _signal_group(process, signal.SIGTERM)
-        waits = [asyncio.ensure_future(process.wait()) for process in running]
-        if waits:
-            _, late = await asyncio.wait(waits, timeout=STOP_SECONDS)
-            for process in running:
+        """The queue last: the trainer commits what it has learned, nodes give back what they have
+        begun."""
+        running = {
+            child.name: child.process for child in self._children if child.process is not None
+        }
+        queue = [running.pop("queue")] if "queue" in running else []
+        for processes, seconds in (
+            (list(running.values()), CLIENT_SECONDS),
+            (queue, QUEUE_SECONDS),
+        ):
+            for process in processes:
+                _signal_group(process, signal.SIGTERM)
+            waits = [asyncio.ensure_future(process.wait()) for process in processes]
+            if not waits:
+                continue
+            _, late = await asyncio.wait(waits, timeout=seconds)
+            for process in processes:
                 _signal_group(process, signal.SIGKILL)
             if late:
                 await asyncio.wait(late, timeout=KILL_SECONDS)

@@ -4,8 +4,7 @@
 event loop keeps talking to the queue meanwhile. What must hold:
 
 - The policy version is the number of batches learned from; it goes up by one a batch, is published
-  before the batch is committed (by the next life, if this one ends there), and only committed
-  batches free their places.
+  before the batch is committed, and only committed batches free their places.
 - Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
   the loop checks that once more.
 - A life that resumes trains again on what was consumed after its checkpoint, but hands nothing out
@@ -119,8 +118,8 @@ class Trainer:
         self._writing: asyncio.Task[None] | None = None
         # Held while the optimizer changes weights, and for good once the process stops.
         self._gate = threading.Lock()
-        # Whether weights have changed since `_position.version`, and whether by the whole batch.
-        self._changed = self._concluded = False
+        # Whether weights have changed since `_position.version`.
+        self._changed = False
         auto = config.staleness.budget == "auto"
         self._tuner = BudgetController(config.staleness.auto) if auto else None
         # Whether as many groups were outstanding as may be, when the feeder last looked.
@@ -158,12 +157,11 @@ class Trainer:
         waited_at_budget = self._at_budget
         leased = time.time()
         with self._spans.span("learn"), times.measure("step"):
-            learned = await self._learned(batch.groups)
+            learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
         self._position.version += 1
         self._changed = False
         with self._spans.span("publish"), times.measure("publish"):
-            # The next life publishes what it begins with.
-            if self._position.version >= self._replayed_to and not self._stop.is_set():
+            if self._position.version >= self._replayed_to:
                 await self._publish()
         await self._fill()
         row = self._record.measure(self._position.version, batch, learned, times)
@@ -183,22 +181,6 @@ class Trainer:
             await self._written()
 
     # Learning: in the compute thread -------------------------------------------------------------
-
-    async def _learned(self, groups: Sequence[Group]) -> Learned:
-        """Learns from a batch.
-
-        Raises:
-            Stopped: asked to end before its last optimizer step began; no weights change any more.
-        """
-        self._concluded = False
-        computing = asyncio.ensure_future(self._compute(self._learn, groups))
-        try:
-            return await self._unless_stopped(asyncio.shield(computing))
-        except Stopped:
-            await asyncio.to_thread(self._gate.acquire)
-            if not self._concluded:
-                raise
-            return await computing
 
     def _learn(self, groups: Sequence[Group]) -> Learned:
         """The optimizer steps of one batch: one for each of `trainer.minibatches`."""
@@ -227,7 +209,6 @@ class Trainer:
                 if critic is not None and values is not None:
                     norm = critic.apply().grad_norm
                     of_critic.append({**values.metrics(), "critic_grad_norm": norm})
-                self._concluded = objective is objectives[-1]
         return Learned(plans, objectives, result.grad_norm, result.lr, mean_of(of_critic))
 
     # The queue -----------------------------------------------------------------------------------
@@ -368,6 +349,7 @@ class Trainer:
     async def _checkpoint_at_stop(self) -> None:
         """Saves while the compute thread may be in the middle of a gradient that nobody needs."""
         log.info("stopping", version=self._position.version)
+        await asyncio.to_thread(self._gate.acquire)
         await self._written()
         if self._changed:
             # Between two versions: the last checkpoint stands, and the queue gives the rest back.
