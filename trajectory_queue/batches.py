@@ -26,7 +26,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], trainer_version: int) 
     in_queue = [trainer_version - newest for _, newest in ranges]
     trained = [own for own in tokens if own.size]
     flights = [own - own.min() for own in trained]
-    waits = [np.full(own.size, own.min()) for own in trained]
+    # A trainer that resumed may be behind the version of what an earlier life had generated.
+    waits = [np.full(own.size, max(0, own.min())) for own in trained]
     return {
         "staleness_mean": float(of_tokens.mean()) if of_tokens.size else 0.0,
         "staleness_max": int(of_tokens.max(initial=0)),
