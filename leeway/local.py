@@ -104,7 +104,7 @@ class Supervisor:
                 "queue": self._config.queue.model_copy(
                     update={
                         "address": self.queue_address,
-                        "page_address": self._environment["LEEWAY__QUEUE__PAGE_ADDRESS"],
+                        "page_address": self.page_address,
                         "redis_url": None,
                     }
                 ),

@@ -12,7 +12,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import httpx2 as httpx
@@ -81,12 +80,7 @@ class Endpoint:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def check(self) -> None:

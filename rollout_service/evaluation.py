@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from leeway.config import Config, EndpointConfig
-from leeway.errors import ConfigError, EngineError, InfrastructureError, LeewayError, RewardError
+from leeway.errors import ConfigError, EngineError, InfrastructureError, RewardError
 from leeway.tasks import Sampler, open_source
 from leeway.trajectory import Task
 from rollout_service.endpoints import Endpoint
@@ -77,11 +77,7 @@ async def evaluate(config: Config, server: EndpointConfig, samples: int = 1) -> 
     scores = tuple(result for result in results if isinstance(result, float))
     failures = tuple(result for result in results if isinstance(result, str))
     if not scores:
-        raise _nothing(failures)
+        raise InfrastructureError(
+            f"none of {len(failures)} answers could be scored; first: {failures[0]}"
+        )
     return Evaluation(scores, failures)
-
-
-def _nothing(failures: tuple[str, ...]) -> LeewayError:
-    return InfrastructureError(
-        f"none of {len(failures)} answers could be scored; first: {failures[0]}"
-    )

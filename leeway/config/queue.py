@@ -13,11 +13,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
-    model_validator,
 )
 
 from leeway.config.services import LOOPBACK_ANY_PORT
-from leeway.section import Section
+from leeway.section import Limits, Section
 
 
 class OverBudget(StrEnum):
@@ -28,7 +27,7 @@ class OverBudget(StrEnum):
     KEEP = "keep"
 
 
-class AutoBudgetConfig(Section):
+class AutoBudgetConfig(Limits):
     """Limits and bounds of the controller that `staleness.budget: auto` turns on."""
 
     lowest: PositiveInt = 1
@@ -46,12 +45,6 @@ class AutoBudgetConfig(Section):
     """It is widened only if health is inside the band by this part of each bound."""
     forget_steps: PositiveInt = 50
     """A budget that was unhealthy is not tried again for so many steps."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> AutoBudgetConfig:
-        if self.lowest > self.highest:
-            raise ValueError(f"lowest = {self.lowest} is above highest = {self.highest}")
-        return self
 
 
 class StalenessConfig(Section):

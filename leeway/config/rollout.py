@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 
 from leeway.config.services import LOOPBACK_ANY_PORT
-from leeway.section import Section
+from leeway.section import Limits, Section
 
 
 class UpdateMode(StrEnum):
@@ -56,7 +56,7 @@ class EngineConfig(Section):
         return self
 
 
-class AutoConcurrencyConfig(Section):
+class AutoConcurrencyConfig(Limits):
     """Limits and bounds of the controller that `rollout.concurrency: auto` turns on."""
 
     lowest: PositiveInt = 8
@@ -70,12 +70,6 @@ class AutoConcurrencyConfig(Section):
     """The part of the engine's KV cache above which nothing is added."""
     period_seconds: PositiveFloat = 5.0
     """How often the engine is asked."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> AutoConcurrencyConfig:
-        if self.lowest > self.highest:
-            raise ValueError(f"lowest = {self.lowest} is above highest = {self.highest}")
-        return self
 
 
 class RolloutConfig(Section):

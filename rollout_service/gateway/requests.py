@@ -14,20 +14,15 @@ from leeway.trajectory import Int32Array
 from rollout_service.gateway.conversation import Answer
 from rollout_service.gateway.messages import Message, Tool
 
-_CONSTRAINTS = {
+_CONSTRAINTS = (
     # OpenAI, Anthropic.
-    "response_format": None,
-    "text": "format",
-    "logit_bias": None,
-    "output_format": None,
-    "output_config": "format",
+    *("response_format", "text.format", "logit_bias", "output_format", "output_config.format"),
     # vLLM.
-    "structured_outputs": None,
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar")),
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     # SGLang, llama.cpp.
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "grammar")),
-}
-"""Fields that constrain an answer, and where inside them, if not the field itself."""
+    *("json_schema", "regex", "ebnf", "structural_tag", "grammar"),
+)
+"""Fields that constrain an answer."""
 
 
 class OverBudgetError(LeewayError):
@@ -154,16 +149,13 @@ def refuse_constraints(body: Mapping[str, Any]) -> None:
     Raises:
         DataError: naming the field.
     """
-    for key, inner in _CONSTRAINTS.items():
-        value = body.get(key)
-        if inner is not None:
-            value, key = (
-                (value.get(inner) if isinstance(value, Mapping) else None),
-                f"{key}.{inner}",
-            )
+    for path in _CONSTRAINTS:
+        value: Any = body
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
         if not value or (isinstance(value, Mapping) and value.get("type") == "text"):
             continue
         raise DataError(
-            f"{key} = {value!r:.80}: a constrained distribution is not the policy's own, so that "
+            f"{path} = {value!r:.80}: a constrained distribution is not the policy's own, so that "
             "every importance ratio would be wrong; ask for the format in the prompt, and reward it"
         )

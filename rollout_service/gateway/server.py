@@ -36,7 +36,6 @@ from rollout_service.gateway.sessions import Call, Session
 # How long the last responses may take once the server is told to end.
 _SHUTDOWN_SECONDS = 1
 
-
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 

@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
@@ -59,12 +58,7 @@ class AgentProcess:
         await self._running()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._kill()
 
     async def run(self, request: Mapping[str, Any]) -> dict[str, float] | None:
