@@ -103,7 +103,12 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def test_in_sync_mode_the_weights_are_those_of_an_uninterrupted_run(
     tmp_path: Path, model: Path
 ) -> None:
-    settings = ["staleness.budget=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=3"]
+    settings = [
+        "staleness.budget=0",
+        "rollout.engine.deterministic=true",
+        f"trainer.steps={STEPS}",
+        "trainer.checkpoint_every=3",
+    ]
     trained = []
     for name in ("straight", "killed"):
         directory = tmp_path / name

@@ -174,7 +174,7 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(run: Run, word: s
 
 @pytest.mark.slow
 def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) -> None:
-    process = run.start("trainer.steps=1000", "trainer.checkpoint_every=2")
+    process = run.start("trainer.steps=1000", "trainer.checkpoint_every=1000")
     until(lambda: len(run.steps()) >= 3, "three steps", run)
     family = descendants(process)
     live = run.path / "live.yaml"

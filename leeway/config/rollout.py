@@ -44,6 +44,19 @@ class EngineConfig(Section):
     """A command line that starts one; {model} and {port} are filled in."""
     start_seconds: PositiveFloat = 900.0
     """How long a server may take to load its model."""
+    deterministic: bool = False
+    """Of `torch`: what a request samples is the same to the last bit whoever shares the engine with
+    it, so that synchronous runs repeat exactly; slower. A server has an option of its own."""
+
+    @model_validator(mode="after")
+    def _own_determinism(self) -> EngineConfig:
+        if self.deterministic and self.kind != "torch":
+            option = {
+                "sglang": "--enable-deterministic-inference in engine.command",
+                "vllm": "VLLM_BATCH_INVARIANT=1 in the node's environment",
+            }[self.kind]
+            raise ValueError(f"engine.deterministic = true: {self.kind} takes {option} instead")
+        return self
 
     @model_validator(mode="after")
     def _one_server(self) -> EngineConfig:

@@ -37,6 +37,7 @@ async def open_engine(config: Config, model: Path, node_id: str) -> AsyncIterato
                 model,
                 concurrency=config.rollout.most_concurrency,
                 context=config.model.context,
+                deterministic=settings.deterministic,
             )
         elif settings.url is not None:
             engine = await _connect(config, settings.url, model)

@@ -27,7 +27,6 @@ from transformers import AttentionInterface
 ATTENTION = "leeway_cache"
 # Slots grow by so many tokens at a time; growing copies what is there.
 GROWTH = 128
-# Decode attention handles so many neighbouring slots at once, up to the longest of them.
 CHUNK = 32
 _ALIGNMENT = 64
 
@@ -71,11 +70,21 @@ class KVCache:
     """Keys and values of up to `slots` sequences; memory is used only where tokens are written."""
 
     def __init__(
-        self, layers: int, slots: int, heads: int, key_dim: int, value_dim: int | None = None
+        self,
+        layers: int,
+        slots: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        chunk: int = CHUNK,
     ) -> None:
+        """`chunk`: decode attention handles so many neighbouring slots at once, padded to the
+        longest of them."""
         self._key_shape = (layers, slots, heads, key_dim)
         self._value_shape = (layers, slots, heads)
         self._value_dim = value_dim if value_dim is not None else key_dim
+        self._chunk = chunk
         self.clear()
 
     @property
@@ -114,8 +123,8 @@ class KVCache:
     def plan(self, lengths: npt.NDArray[np.int64], spans: Sequence[Span]) -> StepPlan:
         """`lengths`: int64 [decode], tokens in each decoding slot, the new one included."""
         chunks = []
-        for start in range(0, lengths.size, CHUNK):
-            part = torch.from_numpy(lengths[start : start + CHUNK])
+        for start in range(0, lengths.size, self._chunk):
+            part = torch.from_numpy(lengths[start : start + self._chunk])
             beyond = torch.arange(int(part.max())) >= part[:, None, None, None]
             mask = torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf)
             chunks.append(Chunk(start, start + part.numel(), mask))

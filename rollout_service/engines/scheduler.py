@@ -87,6 +87,11 @@ class RunningSequence:
         return self.length - self.prompt_length
 
     @property
+    def waits(self) -> bool:
+        """Whether it has no slot and has not ended."""
+        return self.slot == NO_SLOT and self.finish_reason is FinishReason.UNFINISHED
+
+    @property
     def known(self) -> npt.NDArray[np.int64]:
         return self.tokens[: self.length]
 
@@ -258,7 +263,7 @@ class ContinuousBatch:
 
     def _shared_prefix(self, known: npt.NDArray[np.int64]) -> int:
         """How many first tokens the kept prefix spares; at least one token remains to compute."""
-        if self._prefix_epoch != self._epoch:
+        if self._prefix_epoch != self._epoch or self._model.deterministic:
             return 0
         most = min(known.size - 1, self._prefix.size)
         differ = np.flatnonzero(known[:most] != self._prefix[:most])
@@ -277,7 +282,9 @@ class ContinuousBatch:
         followers: list[tuple[RunningSequence, RunningSequence]] = []
         # Later entries win, so that a slot that was left is preferred and taken over.
         left_last = sorted(self._slots, key=lambda s: s.slot == NO_SLOT)
-        donors = {s.prefix: s for s in left_last if s.prefix_epoch == self._epoch}
+        # What was prefilled for one and continues another is rounded as neither is by itself.
+        shares = not self._model.deterministic
+        donors = {s.prefix: s for s in left_last if shares and s.prefix_epoch == self._epoch}
         room = self._concurrency - self.running if admit else 0
         budget = PREFILL_TOKENS
         while room and self._waiting:

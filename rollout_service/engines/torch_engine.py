@@ -114,6 +114,7 @@ class TorchEngine:
         context: int | None = None,
         version: int = 0,
         stop_tokens: Collection[int] | None = None,
+        deterministic: bool = False,
     ) -> None:
         """Loads the model, which takes seconds, and starts the engine's thread.
 
@@ -123,11 +124,13 @@ class TorchEngine:
             context: Longest prompt + answer in tokens; by default what the model allows.
             version: The policy version of the weights in the directory.
             stop_tokens: End an answer; by default those of the model's generation config.
+            deterministic: What a request samples, and its log-probabilities, are the same to the
+                last bit whatever else the engine generates; see `engine.deterministic`.
 
         Raises:
             EngineError: the directory holds no model that this engine can serve.
         """
-        self._model = HeldModel(directory, context)
+        self._model = HeldModel(directory, context, deterministic=deterministic)
         stops = self._model.stop_tokens if stop_tokens is None else stop_tokens
         self._batch = ContinuousBatch(self._model, concurrency, stops, version)
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -214,10 +217,12 @@ class TorchEngine:
         return sum(sequence.generated for sequence in live)
 
     def stats(self) -> EngineStats:
-        running = self._batch.running
+        with self._lock:
+            live = list(self._sequences.values())
         return EngineStats(
-            running=running,
-            waiting=max(0, len(self._streams) - running),
+            running=self._batch.running,
+            # By themselves: one that has ended may not have been handed out yet.
+            waiting=sum(sequence.waits for sequence in live),
             tokens_generated=self._batch.tokens_generated,
             tokens_prefilled=self._batch.tokens_prefilled,
             busy_seconds=self._busy_seconds,

@@ -7,6 +7,7 @@ own attention on a probe, or it is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from transformers.utils import logging as transformers_logging
 
 from leeway.errors import EngineError
 from leeway.trajectory import Float32Array
-from rollout_service.engines.kv_cache import ATTENTION, KVCache, Span, StepPlan
+from rollout_service.engines.kv_cache import ATTENTION, CHUNK, KVCache, Span, StepPlan
 from rollout_service.engines.torch_weights import ModelWeights
 
 # Largest difference of a logit between our attention and the model's own, relative to the largest
 # logit: float32 rounding stays under 1e-5, a missing feature (soft caps, sinks, state) far above.
 PROBE_TOLERANCE = 1e-3
+# A matrix product rounds a row otherwise when it, or a thread's part of it, has fewer rows left.
+ROWS = 4
 
 
 class HeldModel:
@@ -34,8 +37,15 @@ class HeldModel:
         weights: What it computes with.
     """
 
-    def __init__(self, directory: Path, context: int | None = None) -> None:
-        """Raises `EngineError` when the directory holds no model that this engine can serve."""
+    def __init__(
+        self, directory: Path, context: int | None = None, *, deterministic: bool = False
+    ) -> None:
+        """`deterministic`: a token's logits depend on nothing but the tokens before it and the way
+        they came in: not on what else is in its step.
+
+        Raises:
+            EngineError: the directory holds no model that this engine can serve.
+        """
         # A progress bar has no place in a service's log.
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         try:
@@ -54,11 +64,13 @@ class HeldModel:
         self.vocabulary_size = int(text.vocab_size)
         self.context_length = _context(text, context)
         self.stop_tokens = stop_tokens(directory)
+        self.deterministic = deterministic
         self.weights = ModelWeights(self._model)
         self._prove(directory)
 
     def new_cache(self, slots: int) -> KVCache:
-        return KVCache(self._layers, slots, self._kv_heads, self._head_dim)
+        chunk = 1 if self.deterministic else CHUNK
+        return KVCache(self._layers, slots, self._kv_heads, self._head_dim, chunk=chunk)
 
     def forward(
         self,
@@ -71,15 +83,22 @@ class HeldModel:
 
         `tokens` and `positions` are int64 [packed tokens].
         """
-        keep = torch.from_numpy(rows) if rows is not None else 0
+        if rows is None:
+            rows = np.arange(tokens.size)
+        kept = rows
+        if self.deterministic:
+            filled = _filled(tokens)
+            if filled.size > tokens.size:
+                plan = replace(plan, spans=(*plan.spans, unkept(tokens.size, filled.size)))
+            tokens, positions, kept = filled, _filled(positions), _filled(rows)
         logits: Tensor = self._model(
             input_ids=torch.from_numpy(tokens)[None],
             position_ids=torch.from_numpy(positions)[None],
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=torch.from_numpy(kept),
             leeway_plan=plan,
         ).logits
-        return logits[0]
+        return logits[0, : rows.size]
 
     def logprobs(self, tokens: npt.NDArray[np.int64]) -> Float32Array:
         """float32 [n - 1]: log-probability of each token after the first, at temperature 1."""
@@ -114,6 +133,11 @@ class HeldModel:
 def unkept(start: int, stop: int) -> Span:
     """Packed tokens that are computed, and leave nothing in the cache."""
     return Span(start, stop, slice(0, 0))
+
+
+def _filled(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Zeros behind the values, to a multiple of `ROWS`."""
+    return np.pad(values, (0, -values.size % ROWS))
 
 
 def chosen_logprobs(logits: Tensor, tokens: npt.NDArray[np.int64]) -> Float32Array:

@@ -312,8 +312,10 @@ async def test_no_more_than_the_concurrency_run_and_the_first_come_first(llama: 
 
 
 async def test_what_does_not_fit_waits_and_the_load_says_so(llama: Path) -> None:
+    lengths = (2, 60, 60, 60, 60)  # the second runs on while the first is counted
     requests = [
-        request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=60)) for i in range(5)
+        request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=length))
+        for i, length in enumerate(lengths)
     ]
     async with engine_of(llama, concurrency=2, stop_tokens=NEVER_STOPS) as engine:
         answers = engine.generate(requests)
@@ -323,6 +325,28 @@ async def test_what_does_not_fit_waits_and_the_load_says_so(llama: Path) -> None
         assert len([generation async for generation in answers]) == 4
         idle = await engine.load()
         assert (idle.kv_use, idle.waiting, idle.preemptions) == (0.0, 0, 0)
+
+
+async def test_a_deterministic_engine_samples_the_same_bits_whoever_shares_its_steps(
+    llama: Path,
+) -> None:
+    def of(index: int) -> GenerateRequest:
+        own = prompt(index // 3, length=5 + 12 * (index // 3))
+        return request(f"r{index}", prompt=own, sampling=Sampling(max_new_tokens=20))
+
+    everything = [of(index) for index in range(9)]
+    orders = [[everything], [[one] for one in everything], [everything[:7], everything[7:]]]
+    orders += [[[one] for one in reversed(everything)]]
+    seen = []
+    for concurrency, parts in zip((9, 1, 5, 2), orders, strict=True):
+        options = {"stop_tokens": NEVER_STOPS, "deterministic": True}
+        async with engine_of(llama, concurrency=concurrency, **options) as engine:
+            answers = [await collect(engine.generate(part)) for part in parts]
+        seen.append({name: answer for part in answers for name, answer in part.items()})
+    for other_order in seen[1:]:
+        for name, answer in seen[0].items():
+            assert np.array_equal(answer.token_ids, other_order[name].token_ids)
+            assert np.array_equal(answer.logprobs, other_order[name].logprobs)
 
 
 async def test_progress_counts_the_tokens_of_what_has_not_ended(llama: Path) -> None:
