@@ -35,6 +35,7 @@ MAX_RESTARTS = 3
 CLIENT_SECONDS = 3.4
 QUEUE_SECONDS = 0.5
 KILL_SECONDS = 0.3
+LAST_WORDS_SECONDS = 0.1
 # Kept of every child's log, to say why it died.
 _LAST_LINES = 15
 
@@ -58,6 +59,7 @@ class Supervisor:
         self._environment = _environment(config, redis_url)
         self._live = config.run.path / "live.yaml"
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._stopping = False
         base = [sys.executable, "-m", "leeway.cli"]
         path = str(config_path)
         self._children = [
@@ -92,10 +94,13 @@ class Supervisor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._watchers.values():
-            task.cancel()
+        self._stopping = True
         self._live.unlink(missing_ok=True)
         await self._stop_all()
+        # Then they have read the children's last words.
+        await asyncio.wait(self._watchers.values(), timeout=LAST_WORDS_SECONDS)
+        for task in self._watchers.values():
+            task.cancel()
 
     def _describe(self) -> None:
         """Writes `live.yaml`."""
@@ -140,7 +145,7 @@ class Supervisor:
         """Runs the child until it ends well; restarts it when that may help."""
         while True:
             code = await self._run_once(child)
-            if code == EXIT_OK:
+            if code == EXIT_OK or self._stopping:
                 return
             if code == EXIT_CONFIG or child.restarts == MAX_RESTARTS:
                 raise InfrastructureError(

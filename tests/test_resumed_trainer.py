@@ -1,10 +1,13 @@
-"""A trainer that resumes replays what the queue gives back, and hands out what is new to nodes."""
+"""A trainer that stops keeps what it has learned; one that resumes replays what the queue gives
+back, and hands out what is new to nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,29 +106,42 @@ def answered(lease: Lease, backend: TorchBackend) -> list[Trajectory]:
     return found
 
 
-@pytest.mark.parametrize("release", ["complete", "streaming"])
-async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
-    release: str, tmp_path: Path
-) -> None:
-    """Nine versions were published, of which one whole batch can be trained again: version 1 must
-    go out, or the nodes never generate for version 2."""
-    config = configured(tmp_path, release)
+class Stopping(TorchBackend):
+    """Is asked to end, by `ask`, in the middle of a call of the given name."""
+
+    ask: Callable[[], None]
+    call = ""
+
+    def accumulate(self, microbatches: Sequence[Any], objective: Any) -> None:
+        super().accumulate(microbatches, objective)
+        if self.call == "accumulate":
+            self.ask()
+
+    def apply(self) -> Any:
+        result = super().apply()
+        if self.call == "apply":
+            self.call = ""
+            self.ask()
+        return result
+
+
+@asynccontextmanager
+async def training(
+    config: Config, backend: TorchBackend, directory: Path, batches: float, published: Published
+) -> AsyncIterator[tuple[Trainer, TrainerQueue]]:
+    """A trainer, and a queue that holds answers for so many batches."""
     model = Path(config.model.path)
-    backend = TorchBackend(model, config.trainer)
-    vocabulary = AutoConfig.from_pretrained(model).vocab_size
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="r", model_hash="m", kept=1)
-    checkpoints.set_published(9)
+    checkpoints = Checkpoints(directory / "checkpoints", run_id="r", model_hash="m", kept=1)
     config.run.path.mkdir(parents=True)
-    record, published = Record(config.run.path, Trackers({})), Published()
+    record = Record(config.run.path, Trackers({}))
     async with (
         serving(config) as address,
         rpc.connect(address, config.security, config.queue.max_message_bytes) as channel,
     ):
-        queue = TrainerQueue(channel, "trainer", vocabulary)
+        queue = TrainerQueue(channel, "trainer", AutoConfig.from_pretrained(model).vocab_size)
         await queue.resume(0)
-        groups = int(BATCHES * config.queued_batch_groups)
-        sampler = Sampler(open_source(config), config)
-        await queue.enqueue(sampler.take(groups))
+        groups = int(batches * config.queued_batch_groups)
+        await queue.enqueue(Sampler(open_source(config), config).take(groups))
         node = RolloutQueue(channel, "node")
         leases = await node.lease_tasks(
             version=0, max_groups=groups, wait_seconds=5.0, request_id="all"
@@ -144,6 +160,58 @@ async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
             record,
             Spans(None),
         )
-        await trainer.run(asyncio.Event())
+        yield trainer, queue
     record.close()
+
+
+def checkpoints_of(directory: Path) -> Checkpoints:
+    return Checkpoints(directory / "checkpoints", run_id="r", model_hash="m", kept=1)
+
+
+@pytest.mark.parametrize("release", ["complete", "streaming"])
+async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
+    release: str, tmp_path: Path
+) -> None:
+    """Nine versions were published, of which one whole batch can be trained again: version 1 must
+    go out, or the nodes never generate for version 2."""
+    config, published = configured(tmp_path, release), Published()
+    backend = TorchBackend(Path(config.model.path), config.trainer)
+    checkpoints_of(tmp_path).set_published(9)
+    async with training(config, backend, tmp_path, BATCHES, published) as (trainer, _):
+        await trainer.run(asyncio.Event())
     assert published.versions == [1]
+
+
+@pytest.mark.parametrize(("call", "version"), [("accumulate", 0), ("apply", 1)])
+async def test_a_trainer_that_stops_saves_the_last_version_that_it_has_begun(
+    call: str, version: int, tmp_path: Path
+) -> None:
+    """A gradient changes nothing; a batch that has changed weights is finished and committed, also
+    by its second optimizer step."""
+    config = configured(tmp_path, "complete")
+    trainer_config = config.trainer.model_copy(update={"minibatches": 2, "lr": 1e-2})
+    config = config.model_copy(update={"trainer": trainer_config})
+    backend, stop = Stopping(Path(config.model.path), config.trainer), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        heard = threading.Event()
+        loop.call_soon_threadsafe(stop.set)
+        loop.call_soon_threadsafe(heard.set)
+        assert heard.wait(30.0)
+
+    backend.ask, backend.call = ask, call
+    before = values(backend)
+    async with training(config, backend, tmp_path, 1.0, Published()) as (trainer, queue):
+        await trainer.run(stop)
+        assert (await queue.status()).version == version
+    latest = checkpoints_of(tmp_path).latest()
+    assert latest is not None and latest.extra["version"] == version
+    after = TorchBackend(Path(config.model.path), config.trainer)
+    Learners(after).load(latest.path)
+    same = all(np.array_equal(before[name], tensor) for name, tensor in values(after).items())
+    assert same == (version == 0)
+
+
+def values(backend: TorchBackend) -> dict[str, Any]:
+    return {name: tensor.copy() for name, tensor in backend.weights()}

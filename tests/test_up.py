@@ -188,6 +188,7 @@ def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) ->
     assert time.monotonic() - started < 5.0
     until(lambda: gone(family), "children gone", run, 1.0)
     assert list(run.temporary.iterdir()) == [] and not live.exists()
+    assert "stopping" in (run.path / "logs" / "trainer.log").read_text(), "its last words"
     latest = (run.path / "checkpoints" / "LATEST").read_text()
     stopped_at = int(latest.removeprefix("step-"))
     assert stopped_at >= 3

@@ -10,8 +10,8 @@ event loop keeps talking to the queue meanwhile. What must hold:
 - A life that resumes trains again on what was consumed after its checkpoint, but hands nothing out
   before it is where the last life was: nodes hold those weights, and generate with them.
 - A stop takes effect at once, also in the middle of a forward pass: gradients change nothing that a
-  checkpoint holds. `_gate` keeps the optimizer out while it is written; what it holds is the last
-  whole version.
+  checkpoint holds, and the optimizer is kept out while it is written. Only a batch that has changed
+  weights is finished first.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class Trainer:
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
         self._writing: asyncio.Task[None] | None = None
-        # Held while the optimizer changes weights, and for good once the process stops.
+        # Held while the optimizer changes weights.
         self._gate = threading.Lock()
-        # Whether weights have changed since `_position.version`.
-        self._changed = False
+        # Whether weights have changed since `_position.version`, and whether none may any more.
+        self._changed = self._frozen = False
         auto = config.staleness.budget == "auto"
         self._tuner = BudgetController(config.staleness.auto) if auto else None
         # Whether as many groups were outstanding as may be, when the feeder last looked.
@@ -157,11 +157,12 @@ class Trainer:
         waited_at_budget = self._at_budget
         leased = time.time()
         with self._spans.span("learn"), times.measure("step"):
-            learned = await self._unless_stopped(self._compute(self._learn, batch.groups))
+            learned = await self._learned(batch.groups)
         self._position.version += 1
         self._changed = False
         with self._spans.span("publish"), times.measure("publish"):
-            if self._position.version >= self._replayed_to:
+            # A life that ends leaves it to the next one.
+            if self._position.version >= self._replayed_to and not self._stop.is_set():
                 await self._publish()
         await self._fill()
         row = self._record.measure(self._position.version, batch, learned, times)
@@ -180,10 +181,33 @@ class Trainer:
         elif self._writing is not None and self._writing.done():
             await self._written()
 
-    # Learning: in the compute thread -------------------------------------------------------------
+    # Learning ------------------------------------------------------------------------------------
+
+    async def _learned(self, groups: Sequence[Group]) -> Learned:
+        """Learns from one batch.
+
+        Raises:
+            Stopped: asked to end before its first optimizer step; weights change no more.
+        """
+        computing = asyncio.ensure_future(self._compute(self._learn, groups))
+        try:
+            return await self._unless_stopped(asyncio.shield(computing))
+        except Stopped:
+            if await asyncio.to_thread(self._freeze):
+                # Ends where it would change weights; until then nobody listens.
+                computing.add_done_callback(asyncio.Future.exception)
+                raise
+            return await computing
+
+    def _freeze(self) -> bool:
+        """Keeps the optimizer from a batch that it has not begun; whether there is none begun."""
+        with self._gate:
+            self._frozen = not self._changed
+            return self._frozen
 
     def _learn(self, groups: Sequence[Group]) -> Learned:
-        """The optimizer steps of one batch: one for each of `trainer.minibatches`."""
+        """The optimizer steps of one batch, in the compute thread: one for each of
+        `trainer.minibatches`."""
         trainer = self._config.trainer
         plans = plan_batch(
             groups,
@@ -204,6 +228,8 @@ class Trainer:
             if critic is not None and values is not None:
                 critic.accumulate(plan.microbatches, values)
             with self._gate:
+                if self._frozen:
+                    raise Stopped
                 self._changed = True
                 result = policy.apply()
                 if critic is not None and values is not None:
@@ -349,11 +375,7 @@ class Trainer:
     async def _checkpoint_at_stop(self) -> None:
         """Saves while the compute thread may be in the middle of a gradient that nobody needs."""
         log.info("stopping", version=self._position.version)
-        await asyncio.to_thread(self._gate.acquire)
         await self._written()
-        if self._changed:
-            # Between two versions: the last checkpoint stands, and the queue gives the rest back.
-            return
         if self._saved_version != self._position.version:
             self._position.sampler = self._sampler.state()
             await asyncio.to_thread(
