@@ -10,7 +10,9 @@ ratio_to_redis_1024, ratio_to_redis_8192: put + lease + commit of ours, from a `
     node to a validated `Group` in the trainer, over the same payload bytes through redis-py: XADD,
     XREADGROUP, XACK, XDEL, pipelined in equal batches.
 ratio_to_atropos: our put + lease + commit over the Atropos server's put + get of the same groups;
-    null where its virtual environment (--peers) is missing.
+    null where its virtual environment (--peers DIR: DIR/atropos) is missing.
+ratio_to_transferqueue: the same over TransferQueue's put + get + clear (DIR/transfer); it keeps
+    what it holds in memory alone.
 depth_growth: cost of a group with 100,000 groups queued over the cost with 100.
 rss_growth_mb, loop_lag_ms_max: of the service while 100,000 groups pass.
 """
@@ -257,14 +259,14 @@ async def endurance(groups: int, folder: Path) -> tuple[float, float]:
             return service.rss_mb() - before, service.loop_lag_ms_max()
 
 
-def atropos(peers: Path | None, tokens: int) -> float | None:
-    """CPU-ms a group of the Atropos server, put + get; None where it is not installed."""
-    python = peers / "atropos" / "bin" / "python" if peers is not None else None
+def peer(peers: Path | None, name: str, tokens: int) -> float | None:
+    """CPU-ms a group of another system's queue, put + get; None where it is not installed."""
+    python = peers / name / "bin" / "python" if peers is not None else None
     if python is None or not python.exists():
         return None
-    script = Path(__file__).parent / "peers" / "atropos_queue.py"
+    script = Path(__file__).parent / "peers" / f"{name}_queue.py"
     command = [python, script, str(GROUP_SIZE), str(tokens)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
 def _task(sequence: int) -> Task:
@@ -327,14 +329,16 @@ async def main(short: bool, peers: Path | None) -> None:
         folder = Path(name)
         ratio_1024, ours_1024 = await ratio(few(5, 1), few(16, 4), 1024, folder)
         ratio_8192, _ = await ratio(few(5, 1), few(4, 2), 8192, folder)
-        theirs = atropos(peers, 1024)
+        atropos = peer(peers, "atropos", 1024)
+        transfer = peer(peers, "transfer", 1024)
         growth = await depth_growth(few(100_000, 2_000), few(5, 2), folder / "depth")
         rss, lag = await endurance(few(100_000, 2_000), folder / "endurance")
     finish(
         seed=0,
         ratio_to_redis_1024=round(ratio_1024, 2),
         ratio_to_redis_8192=round(ratio_8192, 2),
-        ratio_to_atropos=None if theirs is None else round(ours_1024 / theirs, 4),
+        ratio_to_atropos=None if atropos is None else round(ours_1024 / atropos, 4),
+        ratio_to_transferqueue=None if transfer is None else round(ours_1024 / transfer, 3),
         depth_growth=round(growth, 3),
         rss_growth_mb=round(rss, 1),
         loop_lag_ms_max=round(lag, 1),
