@@ -7,11 +7,9 @@ look again whenever something changed; nothing here blocks the event loop for lo
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import zip_longest
 from typing import Any, TypeAlias
@@ -25,13 +23,12 @@ from leeway.guard import CALLER
 from leeway.health import HEALTH
 from leeway.roles import Role
 from leeway.traces import TRACES
-from leeway.trajectory import Task, Trajectory
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
 from leeway.v1 import trajectory_pb2 as domain
 from trajectory_queue import commands as c
-from trajectory_queue import explain
-from trajectory_queue.door import examine, sampling_text
+from trajectory_queue import explain, messages
+from trajectory_queue.door import examine
 from trajectory_queue.fleet_size import FleetSize
 from trajectory_queue.history import History
 from trajectory_queue.metrics import COLLECTOR
@@ -54,19 +51,6 @@ _RETRY_SECONDS = 1.0
 # Payloads read from the store, and sent, at once.
 _FETCH_BYTES = 1 << 20
 _CHANGES_SHOWN = 20
-# Of one commit; a step has some dozens.
-_MOST_METRICS = 256
-_LONGEST_METRIC = 100
-# Sequences share a sort key with versions.
-_MOST_SEQUENCES = 1 << 32
-
-_LANES: dict[int, c.Lane] = {domain.PURPOSE_TRAIN: c.Lane.TRAIN, domain.PURPOSE_EVAL: c.Lane.EVAL}
-_FAILURES: dict[int, c.Failure] = {
-    pb.FAILURE_KIND_INFRASTRUCTURE: c.Failure.INFRASTRUCTURE,
-    pb.FAILURE_KIND_DATA: c.Failure.DATA,
-    pb.FAILURE_KIND_REWARD: c.Failure.REWARD,
-}
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -94,8 +78,8 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 if decision is not None:
                     log.info("nodes wanted", count=decision.nodes, reason=decision.reason)
                 COLLECTOR.update(report, self._fleet_size.wanted)
-                status = status_response(report, self._fleet_size.wanted)
-                self._history.add(status, audit_records(changes))
+                status = messages.status_response(report, self._fleet_size.wanted)
+                self._history.add(status, messages.audit_records(changes))
             except InfrastructureError as error:
                 log.warning("the store does not answer", reason=str(error))
                 HEALTH.set_ready(f"the store does not answer: {error}")
@@ -111,7 +95,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.EnqueueTasksRequest, context: Context
     ) -> pb.EnqueueTasksResponse:
         async with _answering(context):
-            tasks = tuple(_new_task(task) for task in request.tasks)
+            tasks = tuple(messages.new_task(task) for task in request.tasks)
             added = await self._store.apply(c.Enqueue(request.incarnation, tasks))
             return pb.EnqueueTasksResponse(accepted=added.accepted, duplicates=added.duplicates)
 
@@ -120,12 +104,14 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.OpenTaskResponse:
         async with _answering(context):
             task = self._terms.applied(request.task)
-            command = c.Open(request.producer_id, request.version, _new_task(task, external=True))
+            command = c.Open(
+                request.producer_id, request.version, messages.new_task(task, external=True)
+            )
             leased = await self._leasing(command, request.wait_seconds)
             for _ in leased.leases:
                 TRACES.begin(task.task_id, "open", node=request.producer_id)
             return pb.OpenTaskResponse(
-                lease=_task_lease(leased.leases[0]) if leased.leases else None,
+                lease=messages.task_lease(leased.leases[0]) if leased.leases else None,
                 waiting_for=explain.task_wait(leased, self._settings),
                 needs_version=leased.needs_version,
                 run_finished=leased.run_finished,
@@ -164,7 +150,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
             )
             leased = await self._leasing(command, request.wait_seconds)
             answer = pb.LeaseTasksResponse(
-                leases=[_task_lease(lease) for lease in leased.leases],
+                leases=[messages.task_lease(lease) for lease in leased.leases],
                 waiting_for=explain.task_wait(leased, self._settings),
                 needs_version=leased.needs_version,
                 run_finished=leased.run_finished,
@@ -186,7 +172,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                     tuple(c.Progress(each.lease_id, each.tokens) for each in request.progress),
                     request.waiting_for,
                     int(request.waiting_seconds * 1000),
-                    _percent(request.load),
+                    messages.percent(request.load),
                 )
             )
             return pb.ExtendResponse(lost=extended.lost)
@@ -240,7 +226,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.ReturnRequest, context: Context
     ) -> pb.ReturnResponse:
         async with _answering(context):
-            partials = tuple(_partial(partial) for partial in request.partials)
+            partials = tuple(messages.partial(partial) for partial in request.partials)
             await self._store.apply(c.GiveBack(request.node_id, request.lease_id, partials))
             return pb.ReturnResponse()
 
@@ -249,7 +235,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.FailResponse:
         async with _answering(context):
             _only_own([request.lease_id])
-            failure = _FAILURES.get(request.kind)
+            failure = messages.FAILURES.get(request.kind)
             if failure is None:
                 raise DataError(f"kind = {request.kind}: say infrastructure, data or reward")
             await self._store.apply(
@@ -268,7 +254,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                 incarnation=request.incarnation,
                 version=request.version,
                 groups=request.groups,
-                lane=_lane(request.purpose),
+                lane=messages.lane(request.purpose),
                 task_ids=tuple(request.task_ids),
                 batch_id=uuid.uuid4().hex,
             )
@@ -336,7 +322,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
                     version=request.version,
                     tokens_trained=request.tokens_trained,
                     tokens_masked=request.tokens_masked,
-                    metrics=_metrics_text(request.metrics),
+                    metrics=messages.metrics_text(request.metrics),
                 )
             )
             return pb.CommitResponse(committed=committed.count)
@@ -382,7 +368,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.StatusResponse:
         async with _answering(context):
             report = await self._store.apply(c.Status())
-            return status_response(report, self._fleet_size.wanted)
+            return messages.status_response(report, self._fleet_size.wanted)
 
     async def SetBudget(  # noqa: N802
         self, request: pb.SetBudgetRequest, context: Context
@@ -458,7 +444,7 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
     ) -> pb.ListAuditResponse:
         async with _answering(context):
             audit = await self._store.apply(c.ListAudit(request.limit))
-            return pb.ListAuditResponse(records=audit_records(audit))
+            return pb.ListAuditResponse(records=messages.audit_records(audit))
 
 
 class _Deadline:
@@ -490,70 +476,6 @@ async def _answering(context: Context) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
 
-def status_response(report: c.Report, nodes_wanted: int) -> pb.StatusResponse:
-    """What the ledger reports, as everybody is told."""
-    return pb.StatusResponse(
-        run_id=report.run_id,
-        version=report.version,
-        incarnation=report.incarnation,
-        budget=report.budget,
-        batch_groups=report.batch_groups,
-        groups=report.groups,
-        enqueued=report.enqueued,
-        eval_groups=report.eval_groups,
-        counters=report.counters,
-        payload_bytes=report.payload_bytes,
-        nodes=[
-            pb.NodeStatus(
-                node_id=node.node_id,
-                version=node.version,
-                leases=node.leases,
-                waiting_for=node.waiting_for,
-                waiting_seconds=node.waiting_ms / 1000,
-                seen_seconds_ago=node.seen_ms_ago / 1000,
-                load=node.load_percent / 100,
-            )
-            for node in report.nodes
-        ],
-        trainer_waiting_for=explain.trainer_wait(report),
-        trainer_waiting_seconds=report.trainer_waiting_ms / 1000,
-        oldest_queued_seconds=report.oldest_queued_ms / 1000,
-        paused=report.paused,
-        draining=report.draining,
-        step_metrics=json.loads(report.step_metrics or "{}"),
-        nodes_wanted=nodes_wanted,
-    )
-
-
-def audit_records(audit: c.AuditRecords) -> list[pb.AuditRecord]:
-    return [
-        pb.AuditRecord(at_seconds=r.at_ms / 1000, actor=r.actor, what=r.what) for r in audit.records
-    ]
-
-
-def _percent(load: float) -> int:
-    """Of a load that a node reports."""
-    return round(100 * min(load, 1.0)) if load > 0.0 else 0
-
-
-def _metrics_text(metrics: Mapping[str, float]) -> str:
-    """A step's metrics as the ledger keeps them: those that are numbers."""
-    if len(metrics) > _MOST_METRICS or any(len(name) > _LONGEST_METRIC for name in metrics):
-        raise DataError(
-            f"metrics: {len(metrics)} of them; use at most {_MOST_METRICS}, with names of at most "
-            f"{_LONGEST_METRIC} characters"
-        )
-    known = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return json.dumps(known, sort_keys=True) if known else ""
-
-
-def _lane(purpose: int) -> c.Lane:
-    lane = _LANES.get(purpose)
-    if lane is None:
-        raise DataError(f"purpose = {purpose}: say train or eval")
-    return lane
-
-
 def _only_own(lease_ids: Iterable[str], task_ids: Iterable[str] = ()) -> None:
     """Producers reach what they opened, and nothing that nodes generate.
 
@@ -569,38 +491,6 @@ def _only_own(lease_ids: Iterable[str], task_ids: Iterable[str] = ()) -> None:
                 f"lease_id = {lease_id!r}: a producer may use the leases that OpenTask gave it, "
                 "each for its own task" + (f", not for {task_id!r}" if task_id is not None else "")
             )
-
-
-def _new_task(message: domain.Task, *, external: bool = False) -> c.NewTask:
-    task = Task.from_wire(message)
-    if not 0 <= task.sequence < _MOST_SEQUENCES:
-        raise DataError(f"task {task.task_id!r}: sequence = {task.sequence}: use 0 to 2^32 - 1")
-    return c.NewTask(
-        task_id=task.task_id,
-        sequence=task.sequence,
-        lane=_lane(message.purpose),
-        size=task.group_size,
-        sampling=sampling_text(task.sampling),
-        min_version=task.min_version,
-        payload=message.SerializeToString(),
-        external=external,
-    )
-
-
-def _task_lease(lease: c.TaskLease) -> pb.TaskLease:
-    return pb.TaskLease(
-        lease_id=lease.lease_id,
-        task=domain.Task.FromString(lease.task),
-        attempt=lease.attempt,
-        ttl_seconds=lease.ttl_ms / 1000,
-        done=lease.done,
-        partials=[domain.Trajectory.FromString(partial) for partial in lease.partials],
-    )
-
-
-def _partial(message: domain.Trajectory) -> c.Partial:
-    trajectory = Trajectory.from_wire(message)
-    return c.Partial(trajectory.index, message.SerializeToString())
 
 
 def _chunks(groups: Sequence[c.GroupLease]) -> Iterator[list[c.GroupLease]]:
