@@ -46,7 +46,8 @@ class EngineConfig(Section):
     """How long a server may take to load its model."""
     deterministic: bool = False
     """Of `torch`: what a request samples is the same to the last bit whoever shares the engine with
-    it, so that synchronous runs repeat exactly; slower. A server has an option of its own."""
+    it, so that synchronous runs repeat exactly; what prompts begin with alike is computed for each.
+    A server has an option of its own."""
 
     @model_validator(mode="after")
     def _own_determinism(self) -> EngineConfig:
