@@ -11,7 +11,8 @@ with its own Valkey, each with its GPUs split as `leeway plan` finds best for it
     to_bound                          throughput over the bound: no admission rule can train faster
                                       than the trainer steps or than the fleet generates; the lower
 
-    python -m benchmarks.async_speedup [--steps 16] [--short] [--keep DIRECTORY]
+    python -m benchmarks.async_speedup [--cases long_tail tools] [--steps 16] [--short]
+                                       [--keep DIRECTORY]
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def compare(case: Case, directory: Path, steps: int, seed: int) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--steps", type=int, default=16, help="more make the slow side surer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="a quick, smaller form")
     parser.add_argument("--keep", type=Path, help="leave the runs here, for `leeway plan --from`")
@@ -131,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="leeway-bench-") as temporary:
         directory = arguments.keep or Path(temporary)
         results = {
-            name: compare(case, directory, steps, arguments.seed) for name, case in CASES.items()
+            name: compare(CASES[name], directory, steps, arguments.seed) for name in arguments.cases
         }
     finish(
         arguments.seed,
