@@ -103,8 +103,8 @@ def trl_process(file: Path, out: Path) -> None:
 
     from leeway import models
     from leeway.tasks import Sampler, open_source
-    from rollout_service.rewards.pool import DEFAULT_REWARD
     from rollout_service.sandbox.reward import RewardHost
+    from rollout_service.sandbox.work import DEFAULT_REWARD
 
     config = configuration.load(file)
     steps = config.trainer.steps

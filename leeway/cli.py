@@ -311,6 +311,15 @@ def rollout(
 
 
 @app.command()
+def sandbox(path: ConfigArgument, overrides: Overrides = None) -> None:
+    """Run the reward function or environment for nodes, apart from them."""
+    config = _load_for_service(path, overrides, role="sandbox")
+    from rollout_service.sandbox.service import serve
+
+    _run_service(lambda stop: serve(config, stop=stop))
+
+
+@app.command()
 def plan(
     profile: Annotated[
         str | None, typer.Argument(metavar="[PROFILE]", help="A file, or a published one's name.")

@@ -17,17 +17,23 @@ class Role(StrEnum):
     OPERATOR = "operator"
     PRODUCER = "producer"
     """Streams trajectories in from elsewhere; it reaches no task but those that it opened."""
+    SANDBOX_CLIENT = "sandbox-client"
+    """A node at its sandboxes, where it has tokens: they verify with the key that signs, which must
+    then lease nothing."""
 
 
 EVERY_ROLE = frozenset(Role)
 NODE_NAME = "leeway-rollout"
 """What the certificate of a rollout node says, by whatever address it is dialled."""
+SANDBOX_NAME = "leeway-sandbox"
+"""What the certificate of a sandbox says; it gives no role."""
 HEALTH = "/grpc.health.v1.Health/"
 
 _ROLLOUT = frozenset({Role.ROLLOUT})
 _TRAINER = frozenset({Role.TRAINER})
 _OPERATOR = frozenset({Role.OPERATOR})
 _PRODUCER = frozenset({Role.PRODUCER})
+_SANDBOX_CLIENT = frozenset({Role.SANDBOX_CLIENT})
 
 _QUEUE = {
     "EnqueueTasks": _TRAINER,
@@ -42,7 +48,7 @@ _QUEUE = {
     "Release": _TRAINER,
     "Checkpointed": _TRAINER,
     "Resume": _TRAINER,
-    "Status": EVERY_ROLE,
+    "Status": EVERY_ROLE - _SANDBOX_CLIENT,
     "SetBudget": _OPERATOR,
     "Pause": _OPERATOR,
     # A trainer that has finished ends its run.
@@ -60,9 +66,11 @@ _WEIGHTS = {
     "Reparent": _ROLLOUT,
     "ListNodes": _OPERATOR,
 }
+_SANDBOX = {"Work": _ROLLOUT | _SANDBOX_CLIENT}
 _TABLE = {
     **{f"/leeway.v1.TrajectoryQueue/{name}": roles for name, roles in _QUEUE.items()},
     **{f"/leeway.v1.WeightBroadcast/{name}": roles for name, roles in _WEIGHTS.items()},
+    **{f"/leeway.v1.Sandbox/{name}": roles for name, roles in _SANDBOX.items()},
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATOR,
 }
 

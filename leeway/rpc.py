@@ -48,6 +48,11 @@ _KEEPALIVE = (
 # Trajectories come in messages of megabytes: frames of the default 16 KiB cost more CPU than they.
 _FRAMES = (("grpc.http2.max_frame_size", 4 << 20),)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+# Who has gone is forgotten, and who has come is found, within seconds.
+_SPREAD: tuple[tuple[str, int | str], ...] = (
+    ("grpc.lb_policy_name", "round_robin"),
+    ("grpc.dns_min_time_between_resolutions_ms", int(_LONGEST_PAUSE * 1000)),
+)
 # Names the seconds after which a refused caller may try again. RESOURCE_EXHAUSTED without it comes
 # from gRPC, for a message that is too large, and would come again.
 RETRY_AFTER = "leeway-retry-after"
@@ -58,9 +63,17 @@ REDIS = "redis"
 
 
 def connect(
-    address: str, security: SecurityConfig, max_message_bytes: int = 64 << 20
+    address: str,
+    security: SecurityConfig,
+    max_message_bytes: int = 64 << 20,
+    *,
+    spread: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to `address`; it connects, and reconnects, by itself."""
+    """A channel to `address`; it connects, and reconnects, by itself.
+
+    Args:
+        spread: Over all that the address's name stands for, call by call; otherwise one of them.
+    """
     options: list[tuple[str, int | str]] = [
         *_KEEPALIVE,
         *_FRAMES,
@@ -68,6 +81,8 @@ def connect(
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_reconnect_backoff_ms", int(_LONGEST_PAUSE * 1000)),
     ]
+    if spread:
+        options += _SPREAD
     keys = client_keys(security)
     interceptors = send_tokens(Signer(keys)) if keys is not None else []
     if security.authority is None:
@@ -161,8 +176,13 @@ async def serve(
     setup: Callable[[Server], Awaitable[None]],
     max_message_bytes: int = 64 << 20,
     grace_seconds: float = 1.0,
+    connection_seconds: float | None = None,
 ) -> AsyncIterator[Server]:
     """Serves what `setup` adds while the context lasts; `Server.address` has the real port.
+
+    Args:
+        grace_seconds: At the end, what is under way may take so long; nothing new is taken.
+        connection_seconds: Clients must connect anew so often; by default never.
 
     Raises:
         ConfigError: the address is not loopback and nothing secures it, or it cannot be bound.
@@ -175,10 +195,14 @@ async def serve(
     keys = server_keys(security)
     verifier = Verifier(keys) if keys is not None else None
     guard = Guard(verifier, security.asks_for_certificates, max_message_bytes)
+    aging = []
+    if connection_seconds is not None:
+        aging.append(("grpc.max_connection_age_ms", int(connection_seconds * 1000)))
     server = grpc.aio.server(
         options=[
             *_KEEPALIVE,
             *_FRAMES,
+            *aging,
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_receive_message_length", CORE_LIMIT * max_message_bytes),

@@ -14,8 +14,10 @@ from leeway.errors import ConfigError, EngineError, InfrastructureError, RewardE
 from leeway.tasks import Sampler, open_source
 from leeway.trajectory import Task
 from rollout_service.endpoints import Endpoint
-from rollout_service.rewards import RewardPool
+from rollout_service.rewards import Scorer
 from rollout_service.rewards.judges import Judges
+from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.sandbox.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,9 @@ async def evaluate(config: Config, server: EndpointConfig, samples: int = 1) -> 
     async with (
         Endpoint("server", server) as endpoint,
         Judges(config.task.judges) as judges,
-        RewardPool.of(config.task, judges) as rewards,
+        WorkerPool(Work.of(config.task), judges) as workers,
     ):
+        rewards = Scorer(workers)
         await endpoint.check()
 
         async def answer(task: Task) -> float | str:

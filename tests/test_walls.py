@@ -40,7 +40,11 @@ def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "heavy"),
-    [("leeway", {"torch", "redis", "transformers"}), ("trajectory_queue", {"torch"})],
+    [
+        ("leeway", {"torch", "redis", "transformers"}),
+        ("trajectory_queue", {"torch"}),
+        ("rollout_service/sandbox", {"torch", "redis", "transformers"}),
+    ],
 )
 def test_the_core_imports_without_heavy_packages(package: str, heavy: set[str]) -> None:
     modules = [

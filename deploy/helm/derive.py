@@ -286,8 +286,8 @@ def trainer_cluster() -> dict[str, Schema]:
 def rollout_cluster() -> dict[str, Schema]:
     address = r"^([^:/]+:[0-9]{1,5})?$"
     return {
-        **shared("rollout"),
-        "priorityClasses": priority_classes("rollout"),
+        **shared("rollout", "sandbox"),
+        "priorityClasses": priority_classes("rollout", "sandbox"),
         "trainerCluster": section(
             "The trainer cluster's endpoint.",
             queue=text("host:port of the queue.", address),
@@ -305,6 +305,24 @@ def rollout_cluster() -> dict[str, Schema]:
             relay=flag("Nodes serve weights to each other; needs authentication: mtls."),
             drainSeconds=whole("To give back what is half done.", 1),
             **accelerators(),
+            **scheduling(),
+        ),
+        "sandbox": section(
+            "Reward functions and environments in pods of their own.",
+            enabled=flag("Make them; nodes then run none of it themselves."),
+            secret=text("Name of the Secret with their certificate.", _NAME),
+            replicas=whole("Pods, unless their autoscaling is on.", 1),
+            autoscaling=section(
+                "HorizontalPodAutoscaler on their CPU.",
+                enabled=flag("Make it."),
+                minReplicas=whole("Fewest pods.", 1),
+                maxReplicas=whole("Most pods.", 1),
+                cpu=whole("Percent of the requested CPU that is aimed at.", 1, 100),
+            ),
+            runtimeClassName=text("An existing RuntimeClass, e.g. gvisor.", _NAME),
+            startSeconds=whole("How long it may take until it is ready.", 300),
+            drainSeconds=whole("For calls and episodes to end.", 1),
+            egress=items("NetworkPolicyEgressRule: what they may reach beside DNS.", _ANY_OBJECT),
             **scheduling(),
         ),
         "gateway": section(

@@ -17,6 +17,7 @@ from leeway.config.rollout import (
     EngineConfig,
     GatewayConfig,
     RolloutConfig,
+    SandboxConfig,
     UpdateMode,
 )
 from leeway.config.run import ModelConfig, RunConfig
@@ -55,6 +56,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "SecurityConfig",
     "StalenessConfig",
     "TaskConfig",

@@ -33,6 +33,19 @@ class GatewayConfig(Section):
     """So many answers may be under way at once; beyond, it answers 429."""
 
 
+class SandboxConfig(Section):
+    """Where reward functions and environments run: on the node, or apart from it, at `leeway
+    sandbox`."""
+
+    address: str | None = None
+    """host:port of the sandboxes, which the name may stand for several of; by default they run in
+    processes of the node. A sandbox binds it."""
+    token_file: Path | None = None
+    """A node's key for them, in a file named sandbox-client; by default security.token_file."""
+    drain_seconds: PositiveFloat = 30.0
+    """After SIGTERM a sandbox gives calls and episodes so long to end."""
+
+
 class EngineConfig(Section):
     """What generates. See the table of engines in docs/engine.md."""
 
@@ -99,6 +112,7 @@ class RolloutConfig(Section):
     """After SIGTERM a node returns its partial generations within this time."""
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig = GatewayConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     @property
     def most_concurrency(self) -> int:

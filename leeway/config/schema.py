@@ -62,6 +62,12 @@ class Config(Section):
                 f"{self.trainer.lora_rank} and rollout.engine.kind = {self.rollout.engine.kind}: "
                 "it takes adapters and an engine that adds them; use lora_publish=merged"
             )
+        if self.rollout.sandbox.address is not None and self.task.agent is not None:
+            raise ValueError(
+                f"rollout.sandbox.address = {self.rollout.sandbox.address}: sandboxes run "
+                "task.reward and task.environment; task.agent runs on the node, or elsewhere by "
+                "itself (external)"
+            )
         if self.rollout.concurrency == "auto" and self.rollout.auto.lowest < self.queued_group_size:
             raise ValueError(
                 f"rollout.auto.lowest = {self.rollout.auto.lowest} holds no group of "

@@ -44,8 +44,8 @@ class SecurityConfig(Section):
     token: SecretStr | None = None
     """A key for both ends: whoever has it may call anything."""
     token_file: Path | None = None
-    """A client's key, one a line, the first signs; the file is named after the role: rollout,
-    trainer or operator. It is read again when it changes."""
+    """A client's key, one a line, the first signs; the file is named after the role, e.g. rollout.
+    It is read again when it changes."""
     accepted_tokens: Path | None = None
     """A server's directory of such files: whose tokens it accepts. It then asks for no client
     certificate."""

@@ -24,6 +24,7 @@ from leeway import rpc
 from leeway.config import Config, SecurityConfig
 from leeway.deploy.credentials import utc_now
 from leeway.errors import InfrastructureError, LeewayError
+from leeway.roles import SANDBOX_NAME
 from leeway.tokens import SKEW_SECONDS
 from leeway.v1 import queue_pb2, queue_pb2_grpc
 
@@ -56,8 +57,21 @@ async def check(config: Config, *, gpus: int = 0) -> AsyncIterator[Finding]:
         if reached.good:
             async for finding in _service(name, address, config.security):
                 yield finding
+    if config.rollout.sandbox.address is not None:
+        async for finding in _sandboxes(config, config.rollout.sandbox.address):
+            yield finding
     if gpus:
         yield _gpus(gpus)
+
+
+async def _sandboxes(config: Config, address: str) -> AsyncIterator[Finding]:
+    """Where nodes reach them; one of those that the name stands for is asked."""
+    security = config.security.model_copy(update={"server_name": SANDBOX_NAME})
+    reached = await _attempt(f"sandbox {address} is reachable", partial(_reach, address))
+    yield reached
+    if reached.good:
+        async for finding in _service("sandbox", address, security):
+            yield finding
 
 
 async def _attempt(what: str, look: Callable[[], Awaitable[str]]) -> Finding:

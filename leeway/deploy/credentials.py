@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from leeway.errors import ConfigError
-from leeway.roles import NODE_NAME, Role
+from leeway.roles import NODE_NAME, SANDBOX_NAME, Role
 
 AUTHORITY_DAYS = 3650
 CERTIFICATE_DAYS = 365
@@ -37,6 +37,8 @@ _EARLIER = timedelta(hours=1)
 
 REDIS_BESIDE = "rediss://localhost:6379"
 """Where a container beside Redis finds it."""
+
+_COMPONENTS = ("queue", "trainer", "rollout", "sandbox", "operator", "producer")
 
 Secret = Mapping[str, bytes]
 """The data of a Kubernetes Secret."""
@@ -63,10 +65,7 @@ def names(parts: Parts) -> list[str]:
     suffixes = ["tokens", "rollout-token"] if parts.tokens else []
     suffixes += ["redis-tls"] if parts.redis else []
     suffixes += ["ca"] if parts.redis or parts.certificates else []
-    components = (
-        ("queue", "trainer", "rollout", "operator", "producer") if parts.certificates else ()
-    )
-    suffixes += [f"{component}-tls" for component in components]
+    suffixes += [f"{component}-tls" for component in _COMPONENTS if parts.certificates]
     return [f"{parts.release}-{suffix}" for suffix in suffixes]
 
 
@@ -90,6 +89,7 @@ def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[st
             wanted["queue-tls"] = parts.server_names, ()
             wanted["trainer-tls"] = parts.server_names, (Role.TRAINER,)
             wanted["rollout-tls"] = (NODE_NAME,), (Role.ROLLOUT,)
+            wanted["sandbox-tls"] = (SANDBOX_NAME,), ()
             wanted["operator-tls"] = ("leeway-operator",), (Role.OPERATOR,)
             wanted["producer-tls"] = ("leeway-producer",), (Role.PRODUCER,)
         if parts.redis:
@@ -111,12 +111,12 @@ def make(parts: Parts, existing: Mapping[str, Secret], now: datetime) -> dict[st
                 exporter = json.dumps(by_address).encode()
                 made[name("redis-tls")] = {**redis, "exporter.json": exporter}
     if parts.tokens:
-        tokens = existing.get(name("tokens"))
-        if tokens is None:
-            tokens = {role.value: secrets.token_urlsafe(32).encode() for role in Role}
-            made[name("tokens")] = tokens
+        tokens = existing.get(name("tokens"), {})
+        if lacking := [role.value for role in Role if role.value not in tokens]:
+            keys = {role: secrets.token_urlsafe(32).encode() for role in lacking}
+            tokens = made[name("tokens")] = {**tokens, **keys}
         # What the rollout cluster needs, and no more.
-        ours = {"rollout": tokens["rollout"]}
+        ours = {role.value: tokens[role.value] for role in (Role.ROLLOUT, Role.SANDBOX_CLIENT)}
         if parts.certificates:
             ours["ca.crt"] = authority["tls.crt"]
         if existing.get(name("rollout-token")) != ours:

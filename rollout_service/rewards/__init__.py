@@ -1,5 +1,5 @@
-"""Rewards: plain functions, called in processes that can be killed; see `pool`."""
+"""Rewards: plain functions, called in processes that can be killed; see `sandbox.pool`."""
 
-from rollout_service.rewards.pool import RewardPool
+from rollout_service.rewards.scoring import Scorer
 
-__all__ = ["RewardPool"]
+__all__ = ["Scorer"]

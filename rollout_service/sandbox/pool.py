@@ -16,16 +16,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from prometheus_client import Counter
 
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
 from rollout_service.sandbox.loading import ANSWER_BYTES
 from rollout_service.sandbox.surroundings import surroundings
+from rollout_service.sandbox.work import (
+    MOST_QUESTIONS,
+    START_SECONDS,
+    AskJudge,
+    Caller,
+    Judges,
+    Work,
+)
 
 CALLS = Counter(
     "leeway_reward_calls_total",
@@ -33,61 +41,19 @@ CALLS = Counter(
     ["outcome"],
 )
 
-# Imports of heavy libraries on a busy machine.
-_START_SECONDS = 60.0
 # From the end of a worker's pipe to the end of its process.
 _DEATH_SECONDS = 1.0
-# Times that one call may turn to its judges.
-_MOST_QUESTIONS = 100
-
-
-class Judges(Protocol):
-    """What a worker's code may ask; see `rewards.judges`."""
-
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def seconds(self) -> float:
-        """The longest that one question may take."""
-        ...
-
-    async def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises `InfrastructureError` when the judge failed."""
-        ...
 
 
 class WorkerPool:
-    """An asynchronous context manager; see the module's docstring.
+    """The `Workers` of this process, an asynchronous context manager; see the module's docstring.
 
     Entering loads the code once, so that what is wrong with it is known before any task is leased;
     further workers start when they are needed.
-
-    Args:
-        key: Of the configuration, for messages, e.g. task.reward.
-        spec: What the user wrote.
-        processes: So many calls or episodes at once.
-        seconds: The deadline of a call, without what its judges take.
-        memory_bytes: What a worker may have of its own.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        key: str,
-        spec: str,
-        *,
-        processes: int,
-        seconds: float,
-        memory_bytes: int,
-        judges: Judges | None = None,
-    ) -> None:
-        self._kind = kind
-        self._key = key
-        self._spec = spec
-        self._processes = processes
-        self._seconds = seconds
-        self._memory_bytes = memory_bytes
+    def __init__(self, work: Work, judges: Judges | None = None) -> None:
+        self._work = work
         self._judges = judges
         self._queued = 0
         self._closed = False
@@ -100,7 +66,7 @@ class WorkerPool:
         ConfigError: the function cannot be imported, or cannot be called with a completion.
         InfrastructureError: its process died or hung while it was loading.
         """
-        for _ in range(self._processes - 1):
+        for _ in range(self._work.processes - 1):
             self._idle.put_nowait(None)
         self._idle.put_nowait(await self._start())
         return self
@@ -114,42 +80,38 @@ class WorkerPool:
         await asyncio.gather(*(self._end(worker) for worker in list(self._workers)))
 
     async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What the code says to one request.
-
-        Raises:
-            RewardError: it raised, was late, or returned what it may not.
-            InfrastructureError: its process died, or none was free; a judge that it asked failed;
-                or it raised this itself.
-        """
+        """See `Workers`."""
         async with self.take() as ask:
             return await ask(request)
 
     @asynccontextmanager
-    async def take(self, patience: float | None = None) -> AsyncIterator[Caller]:
-        """Keeps a worker for the context; yields what calls it (see `call`).
+    async def take(
+        self, patience: float | None = None, ask_judge: AskJudge | None = None
+    ) -> AsyncIterator[Caller]:
+        """See `Workers`.
 
         Args:
-            patience: How long to wait for a free worker; by default as long as calls may take.
+            ask_judge: Who asks the judges for this caller; by default the pool's own.
         """
         worker = await self._next_idle(patience)
         healthy = False
         try:
             if self._closed:
-                raise InfrastructureError(f"{self._spec}: the pool is closed")
+                raise InfrastructureError(f"{self._work.spec}: the pool is closed")
             kept = worker = worker or await self._start()
             answered = True
 
             async def ask(request: Mapping[str, Any]) -> dict[str, Any]:
                 nonlocal answered
                 answered = False
-                answer = await self._ask(kept, json.dumps(dict(request)))
+                answer = await self._ask(kept, json.dumps(dict(request)), ask_judge)
                 answered = True
                 if "infrastructure" in answer:
                     CALLS.labels("away").inc()
-                    raise InfrastructureError(f"{self._spec} {answer['fault']}")
+                    raise InfrastructureError(f"{self._work.spec} {answer['fault']}")
                 if "fault" in answer:
                     CALLS.labels("fault").inc()
-                    raise RewardError(f"{self._spec} {answer['fault']}")
+                    raise RewardError(f"{self._work.spec} {answer['fault']}")
                 CALLS.labels("ok").inc()
                 return answer
 
@@ -165,50 +127,54 @@ class WorkerPool:
 
     async def _next_idle(self, patience: float | None) -> _Worker | None:
         # Every call ahead ends by its deadline, at worst with the start of a new worker.
-        rounds = self._queued // self._processes + 1
+        rounds = self._queued // self._work.processes + 1
         asking = self._judges.seconds if self._judges is not None else 0.0
-        seconds = patience or rounds * (self._seconds + asking + _START_SECONDS)
+        seconds = patience or rounds * (self._work.seconds + asking + START_SECONDS)
         self._queued += 1
         try:
             async with asyncio.timeout(seconds):
                 return await self._idle.get()
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._spec}: no process was free for {seconds:g} s; raise {self._key}_processes "
-                f"(now {self._processes})"
+                f"{self._work.spec}: no process was free for {seconds:g} s; raise "
+                f"{self._work.key}_processes (now {self._work.processes})"
             ) from error
         finally:
             self._queued -= 1
 
     async def _start(self) -> _Worker:
         judges = self._judges.names if self._judges is not None else []
-        worker = await _Worker.start(self._kind, self._spec, self._memory_bytes, judges)
+        worker = await _Worker.start(
+            self._work.kind, self._work.spec, self._work.memory_bytes, judges
+        )
         self._workers.add(worker)
         loaded = False
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(START_SECONDS):
                 answer = await worker.receive()
             if answer is None:
                 raise InfrastructureError(
-                    f"{self._key} = {self._spec!r}: its process died while loading "
+                    f"{self._work.key} = {self._work.spec!r}: its process died while loading "
                     f"({await worker.ended()})"
                 )
             if "fault" in answer:
-                raise ConfigError(f"{self._key} = {self._spec!r}: {answer['fault']}")
+                raise ConfigError(f"{self._work.key} = {self._work.spec!r}: {answer['fault']}")
             loaded = True
         except TimeoutError as error:
             raise DeadlineError(
-                f"{self._key} = {self._spec!r}: not loaded after {_START_SECONDS:g} s; do less "
-                "when its module is imported"
+                f"{self._work.key} = {self._work.spec!r}: not loaded after {START_SECONDS:g} s; do "
+                "less when its module is imported"
             ) from error
         finally:
             if not loaded:
                 await self._end(worker)
         return worker
 
-    async def _ask(self, worker: _Worker, request: str) -> dict[str, Any]:
+    async def _ask(
+        self, worker: _Worker, request: str, ask_judge: AskJudge | None
+    ) -> dict[str, Any]:
         """One call: its judges' answers go back to it until it answers itself."""
-        left, message, asked = self._seconds, request, 0
+        left, message, asked = self._work.seconds, request, 0
         failure: InfrastructureError | None = None
         clock = asyncio.get_running_loop().time
         while True:
@@ -219,13 +185,14 @@ class WorkerPool:
                 break
             asked += 1
             assert self._judges is not None  # a worker without judges asks none
+            ask_judge = ask_judge or self._judges.answer
             try:
-                if asked > _MOST_QUESTIONS:
+                if asked > MOST_QUESTIONS:
                     raise RewardError(
-                        f"{self._spec} turned to its judges {_MOST_QUESTIONS} times in one call; "
-                        "ask several questions at once (judge.ask_all)"
+                        f"{self._work.spec} turned to its judges {MOST_QUESTIONS} times in one "
+                        "call; ask several questions at once (judge.ask_all)"
                     )
-                reply = await self._judges.answer(answer)
+                reply = await ask_judge(answer)
             except InfrastructureError as error:
                 failure, reply = failure or error, {"failed": str(error)}
             message = json.dumps(reply)
@@ -242,13 +209,13 @@ class WorkerPool:
         except TimeoutError as error:
             CALLS.labels("deadline").inc()
             raise RewardError(
-                f"{self._spec} was not done after {self._seconds:g} s and was killed; make it "
-                f"faster, or raise {self._key}_seconds"
+                f"{self._work.spec} was not done after {self._work.seconds:g} s and was killed; "
+                f"make it faster, or raise {self._work.key}_seconds"
             ) from error
         if answer is None:
             CALLS.labels("died").inc()
             raise InfrastructureError(
-                f"{self._spec}: its process died during a call "
+                f"{self._work.spec}: its process died during a call "
                 f"({await worker.ended()}) and is replaced; see that the "
                 "code neither exits, crashes nor runs out of memory"
             )
@@ -257,10 +224,6 @@ class WorkerPool:
     async def _end(self, worker: _Worker) -> None:
         self._workers.discard(worker)
         await worker.kill()
-
-
-Caller = Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]
-"""Calls a worker that is kept."""
 
 
 class _Worker:

@@ -15,10 +15,12 @@ from rollout_service.engines.base import Engine
 from rollout_service.gateway.answering import Gateway
 from rollout_service.gateway.server import build_app, serve
 from rollout_service.prompts import Renderer
-from rollout_service.rewards import RewardPool
+from rollout_service.rewards import Scorer
 from rollout_service.rewards.judges import Judges
 from rollout_service.sandbox.agents import AgentProcess
 from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.sandbox.remote import sandboxes
+from rollout_service.sandbox.work import Work, Workers
 from rollout_service.workflows.agents import Agents, Program
 from rollout_service.workflows.base import Workflow
 from rollout_service.workflows.environment import EnvironmentProgram
@@ -38,7 +40,7 @@ async def open_workflow(
 
     Raises:
         ConfigError: what the user wrote cannot be used, or a judge does not let its key in.
-        DeadlineError: a judge is away.
+        DeadlineError: a judge is away, or the sandbox.
     """
     task = config.task
     task.check_scored()
@@ -46,8 +48,8 @@ async def open_workflow(
     async with AsyncExitStack() as stack:
         judges = await stack.enter_async_context(Judges(task.judges))
         if task.environment is None and task.agent is None:
-            rewards = await stack.enter_async_context(RewardPool.of(task, judges))
-            yield SingleTurn(engine, renderer, rewards, node_id)
+            workers = await stack.enter_async_context(_workers(config, judges))
+            yield SingleTurn(engine, renderer, Scorer(workers), node_id)
             return
         gateway = Gateway(
             engine,
@@ -56,23 +58,25 @@ async def open_workflow(
             max_requests=config.rollout.gateway.max_requests,
         )
         if task.environment is not None:
-            workers = await stack.enter_async_context(
-                WorkerPool(
-                    "environment",
-                    "task.environment",
-                    task.environment,
-                    processes=task.environment_processes,
-                    seconds=task.environment_seconds,
-                    memory_bytes=task.memory_bytes,
-                    judges=judges,
-                )
-            )
+            workers = await stack.enter_async_context(_workers(config, judges))
             program: Program = EnvironmentProgram(
                 workers, task.environment_turns, task.session_seconds
             )
         else:
             program = await stack.enter_async_context(_agent(config, gateway))
         yield Agents(gateway, program, node_id, task.session_seconds)
+
+
+@asynccontextmanager
+async def _workers(config: Config, judges: Judges) -> AsyncIterator[Workers]:
+    """Of the reward function or the environment: here, or at `rollout.sandbox`."""
+    work, address = Work.of(config.task), config.rollout.sandbox.address
+    if address is None:
+        async with WorkerPool(work, judges) as pool:
+            yield pool
+    else:
+        async with sandboxes(config, address, work, judges) as remote:
+            yield remote
 
 
 def _gateway_token(settings: GatewayConfig) -> str | None:

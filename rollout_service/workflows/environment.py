@@ -8,7 +8,7 @@ from typing import Any
 from rollout_service.gateway.messages import Message, canonical_message, function_tool
 from rollout_service.gateway.requests import Ask, Choice
 from rollout_service.gateway.sessions import Session
-from rollout_service.sandbox.pool import Caller, WorkerPool
+from rollout_service.sandbox.work import Caller, Workers
 from rollout_service.workflows.base import Sample
 
 
@@ -20,7 +20,7 @@ class EnvironmentProgram:
         patience: How long an episode may wait for a worker.
     """
 
-    def __init__(self, workers: WorkerPool, turns: int, patience: float) -> None:
+    def __init__(self, workers: Workers, turns: int, patience: float) -> None:
         self._workers = workers
         self._turns = turns
         self._patience = patience

@@ -15,16 +15,14 @@ from leeway.errors import DataError, EngineError, InfrastructureError, RewardErr
 from leeway.trajectory import FinishReason, Int32Array, Trajectory
 from rollout_service.engines.base import Engine, GenerateRequest, Generation
 from rollout_service.prompts import Renderer
-from rollout_service.rewards import RewardPool
+from rollout_service.rewards import Scorer
 from rollout_service.workflows.base import Event, Finished, Generated, Interrupted, Sample, failed
 
 
 class SingleTurn:
     """The `Workflow` of `task.reward`."""
 
-    def __init__(
-        self, engine: Engine, renderer: Renderer, rewards: RewardPool, node_id: str
-    ) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, rewards: Scorer, node_id: str) -> None:
         self._engine = engine
         self._renderer = renderer
         self._rewards = rewards
@@ -89,7 +87,7 @@ class SingleTurn:
         try:
             text = self._renderer.text(generation.token_ids)
             score = await self._rewards.score(text, sample.task.columns)
-        except (RewardError, InfrastructureError) as error:
+        except (RewardError, DataError, InfrastructureError) as error:
             await tell(failed(sample, error))
             return
         await tell(Finished(sample, trajectory.scored(score)))

@@ -19,7 +19,8 @@ from leeway.config import Config
 from leeway.errors import InfrastructureError, RewardError
 from leeway.trajectory import Sampling, Task
 from rollout_service.engines.torch_engine import TorchEngine
-from rollout_service.sandbox.pool import Caller, WorkerPool
+from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.sandbox.work import Caller, Work
 from rollout_service.workflows.base import Event, Finished, Sample
 from rollout_service.workflows.choose import open_workflow
 from tests.gateway import agent_model
@@ -56,14 +57,7 @@ async def environment(kind: str = "guess") -> AsyncIterator[str]:
 async def episodes(count: int = 1) -> AsyncIterator[list[Caller]]:
     async with contextlib.AsyncExitStack() as stack:
         workers = await stack.enter_async_context(
-            WorkerPool(
-                "environment",
-                "task.environment",
-                ADAPTER,
-                processes=count,
-                seconds=20.0,
-                memory_bytes=4 << 30,
-            )
+            WorkerPool(Work("environment", ADAPTER, processes=count, seconds=20.0))
         )
         yield [await stack.enter_async_context(workers.take()) for _ in range(count)]
 

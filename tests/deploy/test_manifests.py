@@ -101,6 +101,8 @@ def test_derived_files_are_current() -> None:
         ("rollout", "nodes.replica=3"),
         ("rollout", "run.sampling.temperature=0"),
         ("rollout", "unknown=1"),
+        ("rollout", "sandbox.replica=1"),
+        ("rollout", "sandbox.autoscaling.cpu=0"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(side: str, assignment: str, major: str) -> None:
@@ -130,6 +132,12 @@ def test_a_wrong_value_is_refused_by_name(side: str, assignment: str, major: str
             "security.authentication to mtls",
         ),
         ("rollout", ["autoscaling.keda.enabled=true"], "autoscaling.keda.prometheus"),
+        (
+            "rollout",
+            ["sandbox.enabled=true", "run.task.reward=null", 'run.task.agent="external"'],
+            "with task.agent, disable it",
+        ),
+        ("rollout", ["sandbox.enabled=true", 'sandbox.secret=""'], "sandbox.secret"),
         (
             "rollout",
             ["autoscaling.keda.enabled=true", "autoscaling.hpa.enabled=true"],

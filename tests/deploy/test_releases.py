@@ -69,14 +69,14 @@ def test_a_release_lives_its_life(
 
     changed = "queue.replicas=5" if side == "trainer" else 'telemetry.logLevel="debug"'
     release.apply("upgrade", changed)
-    (deployment,) = api.of_kind("Deployment")
-    assert ("5" if side == "trainer" else "debug") in json.dumps(deployment["spec"])
+    for deployment in api.of_kind("Deployment"):
+        assert ("5" if side == "trainer" else "debug") in json.dumps(deployment["spec"])
 
     release.run("test")
     release.run("rollback", "1", "--wait", "--timeout=30s")
-    (deployment,) = api.of_kind("Deployment")
-    assert "debug" not in json.dumps(deployment["spec"])
-    assert '"replicas": 5' not in json.dumps(deployment["spec"])
+    for deployment in api.of_kind("Deployment"):
+        assert "debug" not in json.dumps(deployment["spec"])
+        assert '"replicas": 5' not in json.dumps(deployment["spec"])
 
     release.run("uninstall")
     left = {each["kind"] for each in api.objects.values()} - {"Namespace"}

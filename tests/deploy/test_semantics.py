@@ -93,12 +93,17 @@ def test_what_pods_mount_is_made_by_the_chart_or_named_by_the_user(
         "trainer-rollout-tls",
         "base-models",
         "leeway-gateway",
+        "leeway-sandbox",
+        "trainer-sandbox-tls",
         "kube-root-ca.crt",
     }
     for workload in workloads(manifests):
         for volume in workload.spec["volumes"]:
+            parts = volume.get("projected", {}).get("sources", [])
+            secrets = [part["secret"]["name"] for part in parts if "secret" in part]
             if "secret" in volume:
-                name = volume["secret"]["secretName"]
+                secrets.append(volume["secret"]["secretName"])
+            for name in secrets:
                 assert name in {*job, *certificates, *users}, f"{workload.name}: {name}"
             if "configMap" in volume:
                 assert ("ConfigMap", volume["configMap"]["name"]) in made, workload.name
@@ -214,10 +219,71 @@ def test_the_rollout_side_listens_to_nobody_outside() -> None:
         for service in of_kind(manifests, "Service"):
             assert service["spec"].get("type", "ClusterIP") == "ClusterIP"
         assert not of_kind(manifests, "Ingress", "TLSRoute")
-        (policy,) = of_kind(manifests, "NetworkPolicy")
-        for rule in policy["spec"]["ingress"]:
-            assert {port["port"] for port in rule["ports"]} <= {"metrics", "gateway", "relay"}
-            assert all("ipBlock" not in peer for peer in rule["from"])
+        for policy in of_kind(manifests, "NetworkPolicy"):
+            for rule in policy["spec"]["ingress"]:
+                ports = {port["port"] for port in rule["ports"]}
+                assert ports <= {"metrics", "gateway", "relay", "sandbox"}
+                assert all("ipBlock" not in peer for peer in rule["from"])
+
+
+WITH_SANDBOX = [e for e in EXAMPLES if e != "laptop"]
+
+
+@pytest.mark.parametrize("example", WITH_SANDBOX)
+def test_only_nodes_reach_sandboxes_and_sandboxes_reach_nobody(example: str) -> None:
+    manifests = render(example, "rollout")
+    (policy,) = [
+        m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-sandbox")
+    ]
+    (rule,) = [r for r in policy["spec"]["ingress"] if r["ports"][0]["port"] == "sandbox"]
+    callers = {
+        peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in rule["from"]
+    }
+    # The check of `helm test` comes as a node does.
+    assert callers == {"rollout", "check"}
+    (dns,) = policy["spec"]["egress"]
+    assert {port["port"] for port in dns["ports"]} == {53}
+    more = render(example, "rollout", sets=('sandbox.egress=[{"ports":[{"port":443}]}]',))
+    (open_policy,) = [
+        m for m in of_kind(more, "NetworkPolicy") if m["metadata"]["name"].endswith("-sandbox")
+    ]
+    assert open_policy["spec"]["egress"] == [dns, {"ports": [{"port": 443}]}]
+
+
+@pytest.mark.parametrize("example", WITH_SANDBOX)
+def test_a_sandbox_holds_nothing_that_leases_or_trains(example: str) -> None:
+    """Its certificate gives no role; of the keys of tokens it has the one that nodes show it."""
+    (workload,) = [w for w in workloads(render(example, "rollout")) if w.name.endswith("-sandbox")]
+    (tls,) = [v for v in workload.spec["volumes"] if v["name"] == "tls"]
+    taken = {
+        (part["secret"]["name"], item["key"])
+        for part in tls["projected"]["sources"]
+        for item in part["secret"]["items"]
+    }
+    tokens = {("leeway-rollout-token", "sandbox-client")}
+    proof = {(name, key) for name, key in taken if name.endswith(("leeway-sandbox", "sandbox-tls"))}
+    assert {key for _, key in proof} == {"tls.crt", "tls.key", "ca.crt"}
+    assert taken - proof == (tokens if example == "air-gapped" else set())
+    assert not [v for v in workload.spec["volumes"] if "secret" in v]
+    names = {variable["name"] for variable in workload.containers[0]["env"]}
+    assert not names & {"LEEWAY__QUEUE__ADDRESS", "LEEWAY__SECURITY__TOKEN_FILE"}
+
+
+def test_nodes_call_the_sandboxes_that_the_service_names() -> None:
+    manifests = render("two-clouds", "rollout")
+    (node,) = [w for w in workloads(manifests) if w.name == "Deployment/rollout-rollout"]
+    (sandbox,) = [w for w in workloads(manifests) if w.name.endswith("-sandbox")]
+    assert sandbox.spec["runtimeClassName"] == "gvisor"
+    address = _environment(node.containers[0])["LEEWAY__ROLLOUT__SANDBOX__ADDRESS"]
+    (service,) = [
+        s for s in of_kind(manifests, "Service") if s["metadata"]["name"] == address.split(".")[0]
+    ]
+    (port,) = service["spec"]["ports"]
+    assert address == f"rollout-sandbox.{NAMESPACE}.svc:{port['port']}"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= sandbox.labels.items()
+    without = render("two-clouds", "rollout", sets=("sandbox.enabled=false",))
+    assert "sandbox" not in str([w.manifest for w in workloads(without)])
 
 
 def test_only_the_queue_reaches_redis() -> None:
@@ -267,7 +333,9 @@ def test_where_room_is_short_nodes_go_first_and_the_queue_last() -> None:
             values[component] = value
     assert values["rollout"] < values["trainer"] < values["queue"] <= values["redis"]
     named = render("one-cluster", "rollout", sets=('nodes.priorityClassName="mine"',))
-    (deployment,) = of_kind(named, "Deployment")
+    (deployment,) = [
+        m for m in of_kind(named, "Deployment") if m["metadata"]["name"].endswith("-rollout")
+    ]
     assert deployment["spec"]["template"]["spec"]["priorityClassName"] == "mine"
 
 
@@ -283,10 +351,13 @@ def test_network_policies_name_networks_that_exist(manifests: tuple[Manifest, ..
 
 def test_nodes_have_the_time_to_drain() -> None:
     for example in EXAMPLES:
-        (workload,) = [w for w in workloads(render(example, "rollout")) if "Deploy" in w.name]
-        environment = {e["name"]: e.get("value") for e in workload.containers[0]["env"]}
-        drain = float(environment["LEEWAY__ROLLOUT__DRAIN_SECONDS"])
-        assert drain < workload.spec["terminationGracePeriodSeconds"]
+        drains = {"rollout": "ROLLOUT__DRAIN_SECONDS", "sandbox": "ROLLOUT__SANDBOX__DRAIN_SECONDS"}
+        for workload in workloads(render(example, "rollout")):
+            if "Deploy" not in workload.name:
+                continue
+            component = workload.labels["app.kubernetes.io/component"]
+            drain = float(_environment(workload.containers[0])[ENV_PREFIX + drains[component]])
+            assert drain < workload.spec["terminationGracePeriodSeconds"]
 
 
 def test_leeway_takes_the_environment_and_the_configuration(
@@ -329,7 +400,7 @@ def test_servers_are_secured_wherever_they_listen(manifests: tuple[Manifest, ...
 def _assert_secured(workload: Workload) -> None:
     for container in workload.containers:
         names = {p["name"] for p in container.get("ports", [])}
-        if names & {"queue", "weights"}:
+        if names & {"queue", "weights", "sandbox"}:
             environment = _environment(container)
             assert "LEEWAY__SECURITY__CERTIFICATE" in environment, workload.name
             assert "LEEWAY__SECURITY__AUTHORITY" in environment, workload.name

@@ -113,7 +113,9 @@ CALLS = {
 async def test_each_role_may_call_what_is_its_own(secrets: Secrets, proof: str) -> None:
     tokens = {"accepted_tokens": secrets.tokens} if proof == "token" else {}
     async with serving(secrets.certificate("queue", **tokens)) as address:
-        for role in Role:
+        # Nodes meet their sandboxes by their own certificate; only tokens need a role for it.
+        roles = set(Role) - ({Role.SANDBOX_CLIENT} if proof == "certificate" else set())
+        for role in sorted(roles):
             client = getattr(secrets, proof)(role.value)
             for method, request in CALLS.items():
                 allowed = role in may_call(f"/leeway.v1.TrajectoryQueue/{method}")

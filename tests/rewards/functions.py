@@ -96,3 +96,33 @@ def no_completion(*, answer):
 
 
 not_a_function = 3
+
+
+def hangs_once(completion):
+    """The first call of all says who it is, and stays."""
+    try:
+        with Path(os.environ["ONCE"]).open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return 1.0
+    time.sleep(600)
+    return 0.0
+
+
+def held(completion):
+    """Says who it is, and stays until that is taken away."""
+    if completion == "hold":
+        path = Path(os.environ["HELD"])
+        fresh = path.with_suffix(".new")
+        fresh.write_text(str(os.getpid()))
+        fresh.rename(path)
+        while path.exists():
+            time.sleep(0.01)
+    return 1.0
+
+
+def kills_its_parent(completion):
+    if completion == "kill":
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    return 1.0

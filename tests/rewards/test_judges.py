@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from leeway.config import Config, EndpointConfig
 from leeway.errors import ConfigError, DeadlineError, InfrastructureError, RewardError
 from rollout_service.evaluation import evaluate
 from rollout_service.gateway.server import serve
-from rollout_service.rewards import RewardPool
+from rollout_service.rewards import Scorer
 from rollout_service.rewards.judges import Judges
-from rollout_service.sandbox.pool import WorkerPool
 from tests import llama_cpp
+from tests.sandboxes import PLACES, workers
 
 JUDGED = "tests/rewards/judged.py"
 KEY = "judge-key-9f3"
@@ -88,17 +88,20 @@ async def server() -> AsyncIterator[Server]:
         yield state
 
 
-@contextlib.asynccontextmanager
-async def judged(
-    name: str, config: EndpointConfig, *, processes: int = 1, seconds: float = 20.0
-) -> AsyncIterator[RewardPool]:
-    async with (
-        Judges({"grader": config}) as judges,
-        RewardPool(
-            f"{JUDGED}:{name}", processes=processes, seconds=seconds, judges=judges
-        ) as rewards,
-    ):
-        yield rewards
+@pytest.fixture(params=PLACES)
+def judged(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Opens what scores by a function with a judge, on the node or at a sandbox."""
+
+    @contextlib.asynccontextmanager
+    async def opening(
+        name: str, config: EndpointConfig, *, processes: int = 1, seconds: float = 20.0
+    ) -> AsyncIterator[Scorer]:
+        task = {"reward": f"{JUDGED}:{name}", "reward_processes": processes}
+        grader = {"grader": config}
+        async with workers(request.param, grader, **task, reward_seconds=seconds) as opened:
+            yield Scorer(opened)
+
+    return opening
 
 
 # What a function may ask -------------------------------------------------------------------------
@@ -107,32 +110,27 @@ async def judged(
 @pytest.mark.parametrize(
     ("name", "expected"), [("echo", 5.0), ("many", 10.0), ("threads", 10.0), ("routes", 1.0)]
 )
-async def test_a_function_asks_its_judge(server: Server, name: str, expected: float) -> None:
+async def test_a_function_asks_its_judge(
+    judged: Any, server: Server, name: str, expected: float
+) -> None:
     async with judged(name, server.config()) as rewards:
         for _ in range(2):
             assert await rewards.score("5", {}) == expected
 
 
-async def test_a_real_language_model_judges(tmp_path: Path) -> None:
+async def test_a_real_language_model_judges(judged: Any, tmp_path: Path) -> None:
     async with llama_cpp.running(tmp_path) as url:
         config = EndpointConfig(url=url, model="tiny")
         async with judged("plain", config) as rewards:
             assert 0 < await rewards.score("Is this good?", {}) <= 8
 
 
-async def test_an_environment_asks_its_judge(server: Server) -> None:
+@pytest.mark.parametrize("place", PLACES)
+async def test_an_environment_asks_its_judge(server: Server, place: str) -> None:
+    grader = {"grader": server.config()}
     async with (
-        Judges({"grader": server.config()}) as judges,
-        WorkerPool(
-            "environment",
-            "task.environment",
-            f"{JUDGED}:Debate",
-            processes=1,
-            seconds=20.0,
-            memory_bytes=4 << 30,
-            judges=judges,
-        ) as workers,
-        workers.take() as ask,
+        workers(place, grader, environment=f"{JUDGED}:Debate") as opened,
+        opened.take() as ask,
     ):
         begun = await ask({"reset": {"topic": "sums"}})
         assert [tool["name"] for tool in begun["tools"]] == ["consult"]
@@ -141,7 +139,7 @@ async def test_an_environment_asks_its_judge(server: Server) -> None:
         assert await ask({"score": "0.5"}) == {"outcome": {"score": 0.5}}
 
 
-async def test_the_limit_holds_over_all_processes_of_a_node(server: Server) -> None:
+async def test_the_limit_holds_over_all_processes_of_a_node(judged: Any, server: Server) -> None:
     async with judged("many", server.config(concurrency=2), processes=4) as rewards:
         scores = await asyncio.gather(*(rewards.score("", {}) for _ in range(8)))
     assert scores == [10.0] * 8
@@ -152,7 +150,7 @@ async def test_the_limit_holds_over_all_processes_of_a_node(server: Server) -> N
 # What may go wrong -------------------------------------------------------------------------------
 
 
-async def test_what_trying_again_cures_is_tried_again(server: Server) -> None:
+async def test_what_trying_again_cures_is_tried_again(judged: Any, server: Server) -> None:
     server.faults = [503, 429, 500]
     async with judged("echo", server.config()) as rewards:
         assert await rewards.score("7", {}) == 7.0
@@ -160,26 +158,30 @@ async def test_what_trying_again_cures_is_tried_again(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["echo", "swallows", "many"])
-async def test_a_judge_that_fails_is_never_a_score(server: Server, name: str) -> None:
+async def test_a_judge_that_fails_is_never_a_score(judged: Any, server: Server, name: str) -> None:
     """Also where the function takes every exception for a 0."""
     server.faults = [500] * 1000
     async with judged(name, server.config(seconds=2.0)) as rewards:
-        with pytest.raises(DeadlineError, match=r"was not done after 2 s; last: .*status 500"):
+        with pytest.raises(
+            InfrastructureError, match=r"was not done after 2 s; last: .*status 500"
+        ):
             await rewards.score("1", {})
         server.faults.clear()
         # The process lives, and its pipe is in step.
         assert await rewards.score("1", {}) == (10.0 if name == "many" else 1.0)
 
 
-async def test_a_judge_that_hangs_is_infrastructure(server: Server) -> None:
+async def test_a_judge_that_hangs_is_infrastructure(judged: Any, server: Server) -> None:
     server.hold.clear()
     async with judged("echo", server.config(seconds=2.0)) as rewards:
-        with pytest.raises(DeadlineError, match=r"was not done after 2 s; last: no answer came"):
+        with pytest.raises(
+            InfrastructureError, match=r"was not done after 2 s; last: no answer came"
+        ):
             await rewards.score("1", {})
     server.hold.set()
 
 
-async def test_a_judge_that_goes_away_is_infrastructure(server: Server) -> None:
+async def test_a_judge_that_goes_away_is_infrastructure(judged: Any, server: Server) -> None:
     async with judged("swallows", server.config()) as rewards:
         server.faults = [401]
         with pytest.raises(InfrastructureError, match="status 401") as raised:
@@ -188,7 +190,7 @@ async def test_a_judge_that_goes_away_is_infrastructure(server: Server) -> None:
     assert "(secret)" in str(raised.value)
 
 
-async def test_time_at_the_judge_is_not_the_functions_own(server: Server) -> None:
+async def test_time_at_the_judge_is_not_the_functions_own(judged: Any, server: Server) -> None:
     server.hold.clear()
     async with judged("echo", server.config(), seconds=0.5) as rewards:
         scoring = asyncio.create_task(rewards.score("3", {}))
@@ -197,20 +199,20 @@ async def test_time_at_the_judge_is_not_the_functions_own(server: Server) -> Non
         assert await scoring == 3.0
 
 
-async def test_its_own_time_is_the_functions_fault(server: Server) -> None:
+async def test_its_own_time_is_the_functions_fault(judged: Any, server: Server) -> None:
     async with judged("slow_itself", server.config(), seconds=0.5) as rewards:
         with pytest.raises(RewardError, match=r"was not done after 0.5 s and was killed"):
             await rewards.score("", {})
 
 
-async def test_a_function_that_asks_for_ever_is_ended(server: Server) -> None:
+async def test_a_function_that_asks_for_ever_is_ended(judged: Any, server: Server) -> None:
     async with judged("asks_for_ever", server.config()) as rewards:
         with pytest.raises(RewardError, match="turned to its judges 100 times in one call"):
             await rewards.score("", {})
         assert server.asked == 100
 
 
-async def test_a_refused_question_is_the_functions_to_handle(server: Server) -> None:
+async def test_a_refused_question_is_the_functions_to_handle(judged: Any, server: Server) -> None:
     server.faults = [400, 422]
     async with judged("handles_refusals", server.config()) as rewards:
         assert await rewards.score("1", {}) == -1.0
@@ -237,12 +239,13 @@ async def test_a_judge_that_is_away_is_said_at_the_start() -> None:
 
 
 async def test_a_judge_that_nobody_can_ask_is_a_config_error(server: Server) -> None:
+    grader = {"grader": server.config()}
     with pytest.raises(ConfigError, match=r"has no parameter for the judges \['grader'\]"):
-        async with judged("no_parameter", server.config()):
+        async with workers("node", grader, reward=f"{JUDGED}:no_parameter"):
             pass
 
 
-async def test_a_judge_and_a_column_of_one_name(server: Server) -> None:
+async def test_a_judge_and_a_column_of_one_name(judged: Any, server: Server) -> None:
     async with judged("echo", server.config()) as rewards:
         with pytest.raises(RewardError, match="'grader' is a judge and a column of the row"):
             await rewards.score("1", {"grader": "x"})
@@ -252,7 +255,7 @@ async def test_a_judge_and_a_column_of_one_name(server: Server) -> None:
 
 
 async def test_the_users_code_never_sees_the_key(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    judged: Any, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LEEWAY__TASK__JUDGES__GRADER__API_KEY", KEY)
     async with judged("surroundings", server.config()) as rewards:

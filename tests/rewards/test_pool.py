@@ -7,14 +7,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from leeway.config import Config
 from leeway.errors import ConfigError, InfrastructureError, LeewayError, RewardError
-from rollout_service.rewards import RewardPool
+from rollout_service.rewards import Scorer
+from rollout_service.sandbox.pool import WorkerPool
+from rollout_service.sandbox.work import Work
+from tests.sandboxes import PLACES, workers
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 
@@ -23,11 +29,24 @@ def spec(name: str) -> str:
     return f"{FUNCTIONS}:{name}"
 
 
-def pool(name: str, processes: int = 1, seconds: float = 30.0) -> RewardPool:
-    return RewardPool(spec(name), processes=processes, seconds=seconds)
+@pytest.fixture(params=PLACES)
+def pool(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Opens what scores by a function, on the node or at a sandbox."""
+
+    @asynccontextmanager
+    async def opening(
+        name: str, processes: int = 1, seconds: float = 30.0
+    ) -> AsyncIterator[Scorer]:
+        task = {"reward": spec(name), "reward_processes": processes, "reward_seconds": seconds}
+        async with workers(request.param, **task) as opened:
+            yield Scorer(opened)
+
+    return opening
 
 
-async def fault(name: str, completion: str = "x", columns: dict | None = None) -> LeewayError:
+async def fault(
+    pool: Any, name: str, completion: str = "x", columns: dict | None = None
+) -> LeewayError:
     async with pool(name) as rewards:
         with pytest.raises(LeewayError) as raised:
             await rewards.score(completion, columns or {})
@@ -61,7 +80,7 @@ def gone(pid: int) -> bool:
         ("prints", {}, 1.0),
     ],
 )
-async def test_a_function_gets_the_columns_it_accepts(name, columns, expected):
+async def test_a_function_gets_the_columns_it_accepts(pool, name, columns, expected):
     async with pool(name) as rewards:
         score = await rewards.score("x", columns)
         assert score == expected
@@ -70,13 +89,13 @@ async def test_a_function_gets_the_columns_it_accepts(name, columns, expected):
         assert await rewards.score("x", columns) == expected
 
 
-async def test_calls_run_at_once_and_each_gets_its_own_answer():
+async def test_calls_run_at_once_and_each_gets_its_own_answer(pool):
     async with pool("slow_echo", processes=3) as rewards:
         scores = await asyncio.gather(*(rewards.score(str(i), {}) for i in range(30)))
     assert scores == list(range(30))
 
 
-async def test_no_more_processes_than_asked_for():
+async def test_no_more_processes_than_asked_for(pool):
     async with pool("pid", processes=2) as rewards:
         pids = await asyncio.gather(*(rewards.score("", {}) for _ in range(20)))
         assert len(set(pids)) <= 2
@@ -84,7 +103,7 @@ async def test_no_more_processes_than_asked_for():
     assert all(gone(int(pid)) for pid in pids)
 
 
-async def test_text_that_is_no_clean_unicode_survives():
+async def test_text_that_is_no_clean_unicode_survives(pool):
     async with pool("length") as rewards:
         assert await rewards.score("a\n\u2028\udcff", {}) == 4
 
@@ -92,8 +111,8 @@ async def test_text_that_is_no_clean_unicode_survives():
 # What a function must not do ----------------------------------------------------------------------
 
 
-async def test_raising():
-    error = await fault("raises")
+async def test_raising(pool):
+    error = await fault(pool, "raises")
     assert isinstance(error, RewardError)
     assert str(error).startswith(
         f"{spec('raises')} raised ZeroDivisionError: division by zero (functions.py:"
@@ -101,8 +120,8 @@ async def test_raising():
     assert str(error).endswith("); handle this case in the function")
 
 
-async def test_exiting_is_raising():
-    error = await fault("exits")
+async def test_exiting_is_raising(pool):
+    error = await fault(pool, "exits")
     assert isinstance(error, RewardError)
     assert "raised SystemExit: enough" in str(error)
 
@@ -117,14 +136,14 @@ async def test_exiting_is_raising():
         ("inf", "returned -inf; return a finite number"),
     ],
 )
-async def test_returning_what_is_no_finite_number(completion, message):
-    error = await fault("returns", completion)
+async def test_returning_what_is_no_finite_number(pool, completion, message):
+    error = await fault(pool, "returns", completion)
     assert isinstance(error, RewardError)
     assert str(error) == f"{spec('returns')} {message}"
 
 
-async def test_a_missing_column():
-    error = await fault("good", columns={"reply": "x", "level": 1})
+async def test_a_missing_column(pool):
+    error = await fault(pool, "good", columns={"reply": "x", "level": 1})
     assert isinstance(error, RewardError)
     assert str(error) == (
         f"{spec('good')} needs the column 'answer', but the row has ['level', 'reply']; add it to "
@@ -132,7 +151,7 @@ async def test_a_missing_column():
     )
 
 
-async def test_hanging_costs_one_call_and_the_process(tmp_path, monkeypatch):
+async def test_hanging_costs_one_call_and_the_process(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     async with pool("hangs", seconds=1.0) as rewards:
         with pytest.raises(RewardError) as raised:
@@ -145,7 +164,7 @@ async def test_hanging_costs_one_call_and_the_process(tmp_path, monkeypatch):
         assert await rewards.score("fine", {}) == 1.0
 
 
-async def test_a_hanging_call_holds_back_only_its_own_process(tmp_path, monkeypatch):
+async def test_a_hanging_call_holds_back_only_its_own_process(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     async with pool("hangs", processes=2, seconds=20.0) as rewards:
         hanging = asyncio.create_task(rewards.score("hang", {}))
@@ -155,11 +174,11 @@ async def test_a_hanging_call_holds_back_only_its_own_process(tmp_path, monkeypa
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        assert gone(int((tmp_path / "pid").read_text()))
+        await until(lambda: gone(int((tmp_path / "pid").read_text())))
         assert await rewards.score("fine", {}) == 1.0
 
 
-async def test_what_the_function_started_is_killed_with_it(tmp_path, monkeypatch):
+async def test_what_the_function_started_is_killed_with_it(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     async with pool("hangs_with_child", seconds=1.0) as rewards:
         with pytest.raises(RewardError, match="was not done after 1 s"):
@@ -167,7 +186,7 @@ async def test_what_the_function_started_is_killed_with_it(tmp_path, monkeypatch
     await until(lambda: gone(int((tmp_path / "pid").read_text())))
 
 
-async def test_dying_is_an_infrastructure_error_and_the_process_is_replaced():
+async def test_dying_is_an_infrastructure_error_and_the_process_is_replaced(pool):
     async with pool("dies") as rewards:
         with pytest.raises(InfrastructureError) as raised:
             await rewards.score("die", {})
@@ -178,8 +197,8 @@ async def test_dying_is_an_infrastructure_error_and_the_process_is_replaced():
         assert await rewards.score("live", {}) == 1.0
 
 
-async def test_a_crash_names_the_signal():
-    error = await fault("crashes")
+async def test_a_crash_names_the_signal(pool):
+    error = await fault(pool, "crashes")
     assert isinstance(error, InfrastructureError)
     assert "died during a call (SIGSEGV)" in str(error)
 
@@ -203,7 +222,7 @@ async def test_a_crash_names_the_signal():
 )
 async def test_a_function_that_cannot_be_called_is_a_config_error(reward, message):
     with pytest.raises(ConfigError) as raised:
-        async with RewardPool(reward, processes=1, seconds=1.0):
+        async with WorkerPool(Work("reward", reward, processes=1, seconds=1.0)):
             pass
     assert str(raised.value).startswith(f"task.reward = {reward!r}: ")
     assert message in str(raised.value)
@@ -213,7 +232,7 @@ async def test_a_file_that_does_not_import_says_where(tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text("import os\nos.nothing\n")
     with pytest.raises(ConfigError) as raised:
-        async with RewardPool(f"{broken}:reward", processes=1, seconds=1.0):
+        async with WorkerPool(Work("reward", f"{broken}:reward", processes=1, seconds=1.0)):
             pass
     assert "raised AttributeError: module 'os' has no attribute 'nothing' (broken.py:2)" in str(
         raised.value
@@ -223,7 +242,7 @@ async def test_a_file_that_does_not_import_says_where(tmp_path):
 # The end ------------------------------------------------------------------------------------------
 
 
-async def test_closing_ends_calls_under_way(tmp_path, monkeypatch):
+async def test_closing_ends_calls_under_way(pool, tmp_path, monkeypatch):
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     async with pool("hangs") as rewards:
         hanging = asyncio.create_task(rewards.score("hang", {}))
@@ -239,11 +258,13 @@ async def test_workers_end_with_their_process(tmp_path):
     script = textwrap.dedent(
         f"""
         import asyncio
-        from rollout_service.rewards import RewardPool
+        from rollout_service.sandbox.pool import WorkerPool
+        from rollout_service.sandbox.work import Work
 
         async def main():
-            async with RewardPool({spec("hangs")!r}, processes=1, seconds=600.0) as rewards:
-                await rewards.score("hang", {{}})
+            work = Work("reward", {spec("hangs")!r}, processes=1, seconds=600.0)
+            async with WorkerPool(work) as workers:
+                await workers.call({{"completion": "hang", "columns": {{}}}})
 
         asyncio.run(main())
         """
@@ -266,5 +287,6 @@ async def test_a_config_without_a_reward_scores_with_the_dataset():
         {"model": {"path": "m"}, "task": {"reasoning_gym": {"dataset": "chain_sum"}}}
     )
     source = {"dataset": "chain_sum", "options": {"seed": 1, "size": 10}, "index": 0}
-    async with RewardPool.of(config.task) as rewards:
+    async with WorkerPool(Work.of(config.task)) as workers:
+        rewards = Scorer(workers)
         assert await rewards.score("no idea", {"source": source, "answer": "1"}) < 1.0

@@ -5,6 +5,18 @@
 {{- last $parts -}}
 {{- end }}
 
+{{/* What a node, and whoever checks for it, knows of the sandboxes: all that the name stands for. */}}
+{{- define "rollout-cluster.sandboxes" -}}
+{{- if .Values.sandbox.enabled }}
+- name: LEEWAY__ROLLOUT__SANDBOX__ADDRESS
+  value: {{ include "leeway.name" . }}-sandbox.{{ .Release.Namespace }}.svc:7003
+{{- if eq .Values.security.authentication "tokens" }}
+- name: LEEWAY__ROLLOUT__SANDBOX__TOKEN_FILE
+  value: /leeway/tls/sandbox-client
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Where the trainer cluster is, and how a node proves that it may come. */}}
 {{- define "rollout-cluster.connection" -}}
 - name: LEEWAY__QUEUE__ADDRESS

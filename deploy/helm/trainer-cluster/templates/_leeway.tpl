@@ -65,6 +65,8 @@ capabilities:
 {{- define "leeway.priority-classes" -}}
 {{- if .Values.priorityClasses.enabled }}
 {{- range $component, $value := omit .Values.priorityClasses "enabled" }}
+{{- $own := index $.Values $component | default dict }}
+{{- if ne (get $own "enabled" | toString) "false" }}
 {{- $at := dict "root" $ "component" $component }}
 ---
 apiVersion: scheduling.k8s.io/v1
@@ -75,6 +77,7 @@ metadata:
     {{- include "leeway.labels" $at | nindent 4 }}
 description: The {{ $component }} pods of release {{ $.Release.Name }} in {{ $.Release.Namespace }}.
 value: {{ $value }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
