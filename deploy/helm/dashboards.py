@@ -185,6 +185,16 @@ _NODES = [
         {"{{outcome}}": _rate("leeway_reward_calls_total", "outcome")},
         "Everything but ok is a fault of the reward function or its deadline.",
     ),
+    Panel(
+        "Sandboxes",
+        "none",
+        {
+            "busy workers": "sum(leeway_sandbox_busy_workers)",
+            "waiting calls": "sum(leeway_sandbox_waiting_calls)",
+            "lost a second by {{pod}}": _rate("leeway_sandbox_lost_total", "pod"),
+        },
+        "Rewards and environments in pods of their own; a node loses calls to those that go away.",
+    ),
     Panel("Memory by pod", "bytes", {"{{pod}}": "process_resident_memory_bytes"}),
 ]
 DASHBOARDS = {

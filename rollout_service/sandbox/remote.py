@@ -228,6 +228,7 @@ class _Stream:
 
     def cancel(self) -> None:
         """Leaves; a call that is under way ends with its process."""
+        self._outgoing.put_nowait(None)  # Of a stream that has failed, nobody else ends them.
         self._call.cancel()
 
     async def _requests(self) -> AsyncIterator[pb.WorkRequest]:

@@ -71,14 +71,19 @@ class SandboxService(pb_grpc.SandboxServicer):
     async def Work(  # noqa: N802
         self, requests: Requests, context: Any
     ) -> AsyncIterator[pb.WorkResponse]:
-        begin = await anext(requests, pb.WorkRequest())
-        if refusal := self._refusal(begin.begin):
+        try:
+            async with asyncio.timeout(WIRE_SECONDS):
+                begin = (await anext(requests, pb.WorkRequest())).begin
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "nothing came after the call")
+            raise AssertionError("abort raises") from None
+        if refusal := self._refusal(begin):
             await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
         told: asyncio.Queue[pb.WorkResponse | None] = asyncio.Queue()
 
         async def work() -> None:
             try:
-                await self._serve(begin.begin.patience_seconds, requests, told.put)
+                await self._serve(begin.patience_seconds, requests, told.put)
             finally:
                 told.put_nowait(None)
 

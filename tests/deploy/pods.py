@@ -52,6 +52,11 @@ class Storage:
             return self._files(f"{pod}-{volume['name']}", files)
         if "secret" in volume:
             return self._files(f"{pod}-{volume['name']}", self._secret(volume["secret"]))
+        if "projected" in volume:
+            merged: dict[str, bytes] = {}
+            for part in volume["projected"]["sources"]:
+                merged |= self._secret({**part["secret"], "secretName": part["secret"]["name"]})
+            return self._files(f"{pod}-{volume['name']}", merged)
         if "persistentVolumeClaim" in volume:
             claim = volume["persistentVolumeClaim"]["claimName"]
             return self.claims.get(claim) or self._empty(f"claim-{claim}")

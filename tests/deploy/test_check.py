@@ -12,11 +12,21 @@ from typing import Any
 import pytest
 
 from leeway import rpc
-from leeway.config import Config, QueueConfig, RunConfig, SecurityConfig, TaskConfig, WeightsConfig
+from leeway.config import (
+    Config,
+    QueueConfig,
+    RolloutConfig,
+    RunConfig,
+    SandboxConfig,
+    SecurityConfig,
+    TaskConfig,
+    WeightsConfig,
+)
 from leeway.config import ModelConfig as Model
 from leeway.deploy import check as checking
 from leeway.deploy.credentials import Parts, make
 from leeway.v1 import weights_pb2_grpc
+from tests import sandboxes
 from trajectory_queue.main import serve
 
 NAME = "leeway-trainer-cluster"
@@ -46,6 +56,7 @@ def configuration(tmp_path: Path, security: SecurityConfig, **addresses: str) ->
         task=TaskConfig(jsonl=Path("none"), reward="a:b"),
         queue=QueueConfig(address=addresses.get("queue", "127.0.0.1:0")),
         weights=WeightsConfig(address=addresses.get("weights", "127.0.0.1:0")),
+        rollout=RolloutConfig(sandbox=SandboxConfig(address=addresses.get("sandbox"))),
         security=security,
     )
 
@@ -68,10 +79,15 @@ async def deployment(tmp_path: Path, secrets: Path) -> AsyncIterator[dict[str, s
     config = configuration(tmp_path, proof(secrets, "queue"))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(serve(config, stop=stop, on_ready=on_ready))
-        async with rpc.serve("127.0.0.1:0", proof(secrets, "trainer"), no_service) as weights:
+        sandbox = sandboxes.configuration(reward="tests/rewards/functions.py:good")
+        secured = sandbox.model_copy(update={"security": proof(secrets, "sandbox")})
+        async with (
+            rpc.serve("127.0.0.1:0", proof(secrets, "trainer"), no_service) as weights,
+            sandboxes.serving(secured) as at,
+        ):
             async with asyncio.timeout(60):
                 await ready.wait()
-            yield {**addresses, "weights": weights.address}
+            yield {**addresses, "weights": weights.address, "sandbox": at}
         stop.set()
 
 
@@ -91,6 +107,7 @@ async def test_a_good_deployment_is_found_good(tmp_path: Path, secrets: Path) ->
         found = await findings(config)
     assert all(finding.good for finding in found.values()), found
     text = " ".join(found)
+    assert found["sandbox serves"].good
     for word in ("secured", "certificate", "reachable", "serves", "release", "time", "Redis"):
         assert word in text
 
@@ -107,10 +124,11 @@ async def test_what_is_wrong_is_named(tmp_path: Path, secrets: Path) -> None:
         assert found["queue serves"].good
         assert "permission_denied" in found["the queue lets this caller in"].detail
 
-        closed = {**addresses, "weights": "127.0.0.1:1"}
+        closed = {**addresses, "weights": "127.0.0.1:1", "sandbox": "127.0.0.1:1"}
         config = configuration(tmp_path, proof(secrets, "operator"), **closed)
         found = await findings(config, gpus=99)
         assert not found["weights 127.0.0.1:1 is reachable"].good
+        assert not found["sandbox 127.0.0.1:1 is reachable"].good
         assert found["the queue lets this caller in"].good
         assert not found["GPUs are visible"].good
 

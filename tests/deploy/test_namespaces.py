@@ -89,7 +89,9 @@ def test_the_check_finds_a_good_deployment_from_the_other_side(clusters: TwoClus
     done = node.run([*container["command"], *container["args"]])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BAD" not in done.stdout
-    round_trips = [int(milliseconds) for milliseconds in re.findall(r"(\d+) ms", done.stdout)]
+    assert "sandbox serves" in done.stdout
+    far = [line for line in done.stdout.splitlines() if "sandbox" not in line]
+    round_trips = [int(milliseconds) for milliseconds in re.findall(r"(\d+) ms", "\n".join(far))]
     assert round_trips and min(round_trips) >= 155, done.stdout
 
 
@@ -154,9 +156,20 @@ def test_it_survives_the_loss_of_half_of_the_nodes(clusters: TwoClusters) -> Non
     until(clusters.rollout.pods[gone.name].ready, "the node is back", 180, clusters.said)
 
 
-@pytest.mark.parametrize("component", ["queue", "redis", "trainer", "rollout"])
+def test_it_survives_the_loss_of_a_sandbox(clusters: TwoClusters) -> None:
+    gone, other = clusters.rollout.of("sandbox")
+    assert gone.address != other.address
+    gone.kill()
+    clusters.await_steps(5, "steps with half of the sandboxes")
+    clusters.rollout.start(gone.name)
+    until(clusters.rollout.pods[gone.name].ready, "the sandbox is back", 60, clusters.said)
+    for node in clusters.rollout.of("rollout"):
+        assert "rollout failed" not in node.log.read_text()
+
+
+@pytest.mark.parametrize("component", ["queue", "redis", "trainer", "rollout", "sandbox"])
 def test_it_survives_a_rolling_restart(clusters: TwoClusters, component: str) -> None:
-    side = clusters.rollout if component == "rollout" else clusters.trainer
+    side = clusters.rollout if component in ("rollout", "sandbox") else clusters.trainer
     side.restart(component)
     clusters.await_steps(3, f"steps after {component} was restarted")
 

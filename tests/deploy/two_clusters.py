@@ -78,6 +78,12 @@ ROLLOUT = {
     },
     "security": {"secret": "trainer-rollout-tls"},
     "nodes": {"replicas": 2, "drainSeconds": 3, "relay": True},
+    "sandbox": {
+        "enabled": True,
+        "secret": "trainer-sandbox-tls",
+        "replicas": 2,
+        "drainSeconds": 3,
+    },
     "telemetry": _traces("rollout"),
 }
 
@@ -182,8 +188,12 @@ class TwoClusters:
         """`helm install rollout deploy/helm/rollout-cluster -f run.yaml -f rollout.yaml`."""
         side = self.rollout
         side.render(self._write("rollout.yaml", ROLLOUT), self._write("run.yaml", self.run))
-        name = ROLLOUT["security"]["secret"]  # type: ignore[index]
-        side.storage.secrets = {name: self.trainer.storage.secrets[name]}
+        names = [ROLLOUT[part]["secret"] for part in ("security", "sandbox")]  # type: ignore[index]
+        side.storage.secrets = {name: self.trainer.storage.secrets[name] for name in names}
+        side.hosts[f"rollout-sandbox.{NAMESPACE}.svc"] = [
+            side.place("sandbox", f"rollout-sandbox-{number}")
+            for number in range(ROLLOUT["sandbox"]["replicas"])  # type: ignore[index]
+        ]
         for number in range(ROLLOUT["nodes"]["replicas"]):  # type: ignore[index]
             side.place("rollout", f"rollout-rollout-{number}")
         side.start_all()
