@@ -38,7 +38,8 @@ async def serving(config: Config) -> AsyncIterator[str]:
         tasks.create_task(serve(config, stop=stop, on_ready=address.set_result))
         try:
             async with asyncio.timeout(60):
-                yield await address
+                at = await address
+            yield at
         finally:
             stop.set()
 

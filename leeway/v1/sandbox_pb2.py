@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from leeway.v1 import queue_pb2 as leeway_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17leeway/v1/sandbox.proto\x12\tleeway.v1\x1a\x15leeway/v1/queue.proto\"s\n\x0bWorkRequest\x12!\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x10.leeway.v1.BeginH\x00\x12\x11\n\x07request\x18\x02 \x01(\tH\x00\x12&\n\x05reply\x18\x03 \x01(\x0b\x32\x15.leeway.v1.JudgeReplyH\x00\x42\x06\n\x04kind\"M\n\x05\x42\x65gin\x12\x0c\n\x04work\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x0e\n\x06judges\x18\x03 \x03(\t\x12\x18\n\x10patience_seconds\x18\x04 \x01(\x01\"9\n\nJudgeReply\x12\x11\n\x07\x61nswers\x18\x01 \x01(\tH\x00\x12\x10\n\x06\x66\x61iled\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"\x8a\x01\n\x0cWorkResponse\x12!\n\x05taken\x18\x01 \x01(\x0b\x32\x10.leeway.v1.TakenH\x00\x12\x10\n\x06\x61nswer\x18\x02 \x01(\tH\x00\x12\x12\n\x08question\x18\x03 \x01(\tH\x00\x12)\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x16.leeway.v1.WorkFailureH\x00\x42\x06\n\x04kind\"\x07\n\x05Taken\"D\n\x0bWorkFailure\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.leeway.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t2F\n\x07Sandbox\x12;\n\x04Work\x12\x16.leeway.v1.WorkRequest\x1a\x17.leeway.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17leeway/v1/sandbox.proto\x12\tleeway.v1\x1a\x15leeway/v1/queue.proto\"s\n\x0bWorkRequest\x12!\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x10.leeway.v1.BeginH\x00\x12\x11\n\x07request\x18\x02 \x01(\tH\x00\x12&\n\x05reply\x18\x03 \x01(\x0b\x32\x15.leeway.v1.JudgeReplyH\x00\x42\x06\n\x04kind\"M\n\x05\x42\x65gin\x12\x0c\n\x04work\x18\x01 \x01(\t\x12\x0c\n\x04spec\x18\x02 \x01(\t\x12\x0e\n\x06judges\x18\x03 \x03(\t\x12\x18\n\x10patience_seconds\x18\x04 \x01(\x01\"9\n\nJudgeReply\x12\x11\n\x07\x61nswers\x18\x01 \x01(\tH\x00\x12\x10\n\x06\x66\x61iled\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"\xb3\x01\n\x0cWorkResponse\x12!\n\x05taken\x18\x01 \x01(\x0b\x32\x10.leeway.v1.TakenH\x00\x12\x10\n\x06\x61nswer\x18\x02 \x01(\tH\x00\x12\x12\n\x08question\x18\x03 \x01(\tH\x00\x12)\n\x07\x66\x61ilure\x18\x04 \x01(\x0b\x32\x16.leeway.v1.WorkFailureH\x00\x12\'\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\x0b\x32\x13.leeway.v1.AcceptedH\x00\x42\x06\n\x04kind\"\n\n\x08\x41\x63\x63\x65pted\"\x07\n\x05Taken\"D\n\x0bWorkFailure\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.leeway.v1.FailureKind\x12\x0f\n\x07message\x18\x02 \x01(\t2F\n\x07Sandbox\x12;\n\x04Work\x12\x16.leeway.v1.WorkRequest\x1a\x17.leeway.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,11 +39,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JUDGEREPLY']._serialized_start=257
   _globals['_JUDGEREPLY']._serialized_end=314
   _globals['_WORKRESPONSE']._serialized_start=317
-  _globals['_WORKRESPONSE']._serialized_end=455
-  _globals['_TAKEN']._serialized_start=457
-  _globals['_TAKEN']._serialized_end=464
-  _globals['_WORKFAILURE']._serialized_start=466
-  _globals['_WORKFAILURE']._serialized_end=534
-  _globals['_SANDBOX']._serialized_start=536
-  _globals['_SANDBOX']._serialized_end=606
+  _globals['_WORKRESPONSE']._serialized_end=496
+  _globals['_ACCEPTED']._serialized_start=498
+  _globals['_ACCEPTED']._serialized_end=508
+  _globals['_TAKEN']._serialized_start=510
+  _globals['_TAKEN']._serialized_end=517
+  _globals['_WORKFAILURE']._serialized_start=519
+  _globals['_WORKFAILURE']._serialized_end=587
+  _globals['_SANDBOX']._serialized_start=589
+  _globals['_SANDBOX']._serialized_end=659
 # @@protoc_insertion_point(module_scope)

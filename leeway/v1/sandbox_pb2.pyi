@@ -38,16 +38,22 @@ class JudgeReply(_message.Message):
     def __init__(self, answers: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
 
 class WorkResponse(_message.Message):
-    __slots__ = ("taken", "answer", "question", "failure")
+    __slots__ = ("taken", "answer", "question", "failure", "accepted")
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     taken: Taken
     answer: str
     question: str
     failure: WorkFailure
-    def __init__(self, taken: _Optional[_Union[Taken, _Mapping]] = ..., answer: _Optional[str] = ..., question: _Optional[str] = ..., failure: _Optional[_Union[WorkFailure, _Mapping]] = ...) -> None: ...
+    accepted: Accepted
+    def __init__(self, taken: _Optional[_Union[Taken, _Mapping]] = ..., answer: _Optional[str] = ..., question: _Optional[str] = ..., failure: _Optional[_Union[WorkFailure, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Taken(_message.Message):
     __slots__ = ()

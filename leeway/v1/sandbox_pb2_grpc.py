@@ -51,7 +51,7 @@ class SandboxServicer:
     def Work(self, request_iterator, context):
         """Keeps one worker process for as long as the stream is open: for one call of a reward function,
         or for one episode of an environment. A call that the stream leaves without its answer ends the
-        process. After `begin`, the node says nothing before it is told `taken`.
+        process. After `begin`, the node is told `accepted` at once, and says nothing before `taken`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

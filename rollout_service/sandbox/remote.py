@@ -144,23 +144,24 @@ class Sandboxes:
         )
         taking = patience + START_SECONDS + WIRE_SECONDS
         clock = asyncio.get_running_loop().time
-        end, pause = clock() + _AWAY_SECONDS, _FIRST_PAUSE
+        there = started = clock()
+        pause = _FIRST_PAUSE
         while True:
-            asked = clock()
             stream = _Stream(self._stub, taking + self._work.kept_seconds + WIRE_SECONDS)
-            taken = False
+            accepted = taken = False
             try:
                 stream.say(pb.WorkRequest(begin=begin))
+                await stream.hear(WIRE_SECONDS)
+                accepted = True
                 _raise_failure(await stream.hear(taking))
                 taken = True
                 return stream
             except SandboxLostError as error:
-                # Standing in line is no absence.
-                end = max(end, asked + _AWAY_SECONDS)
-                if clock() + pause >= end:
+                there = clock() if accepted else there
+                if clock() + pause >= min(there + _AWAY_SECONDS, started + patience):
                     raise DeadlineError(
                         f"rollout.sandbox.address = {self._address}: no sandbox for "
-                        f"{self._work.spec} within {_AWAY_SECONDS:g} s; last: {error}"
+                        f"{self._work.spec} within {clock() - there:.0f} s; last: {error}"
                     ) from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)

@@ -79,6 +79,7 @@ class SandboxService(pb_grpc.SandboxServicer):
             raise AssertionError("abort raises") from None
         if refusal := self._refusal(begin):
             await context.abort(grpc.StatusCode.UNAVAILABLE, refusal)
+        yield pb.WorkResponse(accepted=pb.Accepted())
         told: asyncio.Queue[pb.WorkResponse | None] = asyncio.Queue()
 
         async def work() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rollout_service.workflows.base import (
     Workflow,
 )
 from rollout_service.workflows.choose import open_workflow
+from tests import sandboxes
 from tests.gateway import agent_model
 from trajectory_queue.client import FailureKind
 
@@ -48,17 +49,20 @@ async def opened(model: Path) -> AsyncIterator[Callable[..., Any]]:
     engine = TorchEngine(model, concurrency=16)
 
     @asynccontextmanager
-    async def opening(**task: Any) -> AsyncIterator[Workflow]:
-        config = Config.model_validate(
-            {
-                "model": {"path": str(model)},
-                "task": {"jsonl": "unused.jsonl", **task},
-                "sampling": {"max_new_tokens": 64},
-            }
-        )
+    async def opening(place: str = "node", **task: Any) -> AsyncIterator[Workflow]:
+        settings: dict[str, Any] = {
+            "model": {"path": str(model)},
+            "task": {"jsonl": "unused.jsonl", **task},
+            "sampling": {"max_new_tokens": 64},
+        }
         tokenizer = AutoTokenizer.from_pretrained(model)
-        async with open_workflow(config, engine, tokenizer, "node") as workflow:
-            yield workflow
+        async with AsyncExitStack() as stack:
+            if place == "sandbox":
+                sandbox = sandboxes.configuration(**task)
+                address = await stack.enter_async_context(sandboxes.serving(sandbox))
+                settings["rollout"] = {"sandbox": {"address": address}}
+            config = Config.model_validate(settings)
+            yield await stack.enter_async_context(open_workflow(config, engine, tokenizer, "node"))
 
     try:
         yield opening
@@ -109,8 +113,9 @@ def trained(trajectory: Trajectory) -> str:
 # Environments -------------------------------------------------------------------------------------
 
 
-async def test_an_environment_with_tools(opened: Any) -> None:
-    async with opened(environment=f"{WRITTEN}:Adder") as workflow:
+@pytest.mark.parametrize("place", sandboxes.PLACES)
+async def test_an_environment_with_tools(opened: Any, place: str) -> None:
+    async with opened(place, environment=f"{WRITTEN}:Adder") as workflow:
         right = await finished(workflow, answer="7", unused=1)
         wrong = await finished(workflow, answer="8")
     assert trained(right) == f"{agent_model.call_text(3, 4)}<|im_end|>It is 7.<|im_end|>"
@@ -120,13 +125,14 @@ async def test_an_environment_with_tools(opened: Any) -> None:
     assert not right.loss_mask.all()
 
 
-async def test_an_environment_that_steps(opened: Any) -> None:
+@pytest.mark.parametrize("place", sandboxes.PLACES)
+async def test_an_environment_that_steps(opened: Any, place: str) -> None:
     gymnastic = WRITTEN.with_name("gymnastic.py")
     for spec, turns, reward in [
         (f"{WRITTEN}:Walk", 3, 1.5),
         (f"{gymnastic}:Gymnastic", 1, 1.0),
     ]:
-        async with opened(environment=spec) as workflow:
+        async with opened(place, environment=spec) as workflow:
             trajectory = await finished(workflow)
         assert trajectory.reward == trajectory.score == reward
         turn_rewards = trajectory.extras["turn_rewards"]
@@ -134,8 +140,9 @@ async def test_an_environment_that_steps(opened: Any) -> None:
         assert turn_rewards.sum() == pytest.approx(reward)
 
 
-async def test_arguments_that_do_not_fit_are_told_to_the_model(opened: Any) -> None:
-    async with opened(environment=f"{WRITTEN}:Strict", environment_turns=2) as workflow:
+@pytest.mark.parametrize("place", sandboxes.PLACES)
+async def test_arguments_that_do_not_fit_are_told_to_the_model(opened: Any, place: str) -> None:
+    async with opened(place, environment=f"{WRITTEN}:Strict", environment_turns=2) as workflow:
         trajectory = await finished(workflow)
     response = trajectory.token_ids[trajectory.prompt_length :]
     told = agent_model.tokenizer().decode(response[~trajectory.loss_mask])
@@ -154,19 +161,21 @@ async def test_arguments_that_do_not_fit_are_told_to_the_model(opened: Any) -> N
         ("Untyped", {}, FailureKind.REWARD, "its parameter 'a' has no type"),
     ],
 )
+@pytest.mark.parametrize("place", sandboxes.PLACES)
 async def test_an_environment_s_fault_is_its_episode_s_alone(
-    opened: Any, name: str, options: Any, kind: FailureKind, reason: str
+    opened: Any, place: str, name: str, options: Any, kind: FailureKind, reason: str
 ) -> None:
     started = time.monotonic()
-    async with opened(environment=f"{WRITTEN}:{name}", **options) as workflow:
+    async with opened(place, environment=f"{WRITTEN}:{name}", **options) as workflow:
         found, text = await failure(workflow)
     assert found is kind
     assert reason in text
     assert time.monotonic() - started < 30
 
 
-async def test_episodes_have_processes_of_their_own(opened: Any) -> None:
-    async with opened(environment=f"{WRITTEN}:Adder", environment_processes=3) as workflow:
+@pytest.mark.parametrize("place", sandboxes.PLACES)
+async def test_episodes_have_processes_of_their_own(opened: Any, place: str) -> None:
+    async with opened(place, environment=f"{WRITTEN}:Adder", environment_processes=3) as workflow:
         ended = await events(workflow, samples(6))
         assert all(isinstance(event, Finished) for event in ended)
         assert len(_children("sandbox")) == 3

@@ -74,7 +74,7 @@ def test_extras_that_images_install_exist() -> None:
         assert set(names.split(",")) <= set(extras)
 
 
-@pytest.mark.parametrize("name", ["queue", "trainer", "rollout"])
+@pytest.mark.parametrize("name", OURS)
 def test_compose_gives_leeway_what_it_takes(name: str) -> None:
     service = COMPOSE["services"][name]
     environment = {key: str(value) for key, value in service["environment"].items()}
@@ -88,6 +88,21 @@ def test_compose_gives_leeway_what_it_takes(name: str) -> None:
     for path in re.findall(r"/leeway/secrets/(\S+?)(?:'|$|\s)", "\n".join(environment.values())):
         secret, _, key = path.partition("/")
         assert key in made[secret], path
+
+
+def test_compose_gives_a_sandbox_its_own_secret_and_no_way_out() -> None:
+    service = COMPOSE["services"]["sandbox"]
+    volume, config = service["volumes"]
+    assert volume["volume"] == {"subpath": "leeway-sandbox-tls"} and config.endswith(":ro")
+    made = make(Parts("leeway", ("leeway-trainer-cluster",)), {}, utc_now())
+    for kind in ("AUTHORITY", "CERTIFICATE", "KEY"):
+        path = Path(service["environment"][f"LEEWAY__SECURITY__{kind}"])
+        assert str(path.parent) == volume["target"] and path.name in made["leeway-sandbox-tls"]
+    assert service["networks"] == ["sandbox"]
+    assert COMPOSE["networks"]["sandbox"] == {"internal": True}
+    node = COMPOSE["services"]["rollout"]
+    assert set(node["networks"]) == {"default", "sandbox"}
+    assert node["environment"]["LEEWAY__ROLLOUT__SANDBOX__ADDRESS"] == "sandbox:7003"
 
 
 def test_compose_starts_redis_as_the_queue_needs_it() -> None:
@@ -113,5 +128,5 @@ def test_versions_agree() -> None:
     for side in SIDES:
         facts = yaml.safe_load((HELM / f"{side}-cluster" / "Chart.yaml").read_text())
         assert facts["appVersion"] == version
-    for name in ("queue", "trainer", "rollout"):
+    for name in OURS:
         assert COMPOSE["services"][name]["image"] == f"leeway/{name}:{version}"
