@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from leeway.config import ENV_PREFIX
+
 ROOT = Path(__file__).parents[2]
 HELM = ROOT / "deploy" / "helm"
 TOOLS = ROOT / ".tools" / "bin"
@@ -122,6 +124,15 @@ def workloads(manifests: tuple[Manifest, ...]) -> list[Workload]:
         elif each["kind"] == "Pod":
             found.append(Workload(each, each))
     return found
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """What of a container's environment configures Leeway."""
+    return {
+        each["name"]: each["value"]
+        for each in container["env"]
+        if each["name"].startswith(ENV_PREFIX) and "value" in each
+    }
 
 
 def of_kind(manifests: tuple[Manifest, ...], *kinds: str) -> list[Manifest]:

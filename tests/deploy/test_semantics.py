@@ -14,6 +14,7 @@ from tests.deploy.charts import (
     SIDES,
     Manifest,
     Workload,
+    environment,
     of_kind,
     quantity,
     render,
@@ -226,66 +227,6 @@ def test_the_rollout_side_listens_to_nobody_outside() -> None:
                 assert all("ipBlock" not in peer for peer in rule["from"])
 
 
-WITH_SANDBOX = [e for e in EXAMPLES if e != "laptop"]
-
-
-@pytest.mark.parametrize("example", WITH_SANDBOX)
-def test_only_nodes_reach_sandboxes_and_sandboxes_reach_nobody(example: str) -> None:
-    manifests = render(example, "rollout")
-    (policy,) = [
-        m for m in of_kind(manifests, "NetworkPolicy") if m["metadata"]["name"].endswith("-sandbox")
-    ]
-    (rule,) = [r for r in policy["spec"]["ingress"] if r["ports"][0]["port"] == "sandbox"]
-    callers = {
-        peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in rule["from"]
-    }
-    # The check of `helm test` comes as a node does.
-    assert callers == {"rollout", "check"}
-    (dns,) = policy["spec"]["egress"]
-    assert {port["port"] for port in dns["ports"]} == {53}
-    more = render(example, "rollout", sets=('sandbox.egress=[{"ports":[{"port":443}]}]',))
-    (open_policy,) = [
-        m for m in of_kind(more, "NetworkPolicy") if m["metadata"]["name"].endswith("-sandbox")
-    ]
-    assert open_policy["spec"]["egress"] == [dns, {"ports": [{"port": 443}]}]
-
-
-@pytest.mark.parametrize("example", WITH_SANDBOX)
-def test_a_sandbox_holds_nothing_that_leases_or_trains(example: str) -> None:
-    """Its certificate gives no role; of the keys of tokens it has the one that nodes show it."""
-    (workload,) = [w for w in workloads(render(example, "rollout")) if w.name.endswith("-sandbox")]
-    (tls,) = [v for v in workload.spec["volumes"] if v["name"] == "tls"]
-    taken = {
-        (part["secret"]["name"], item["key"])
-        for part in tls["projected"]["sources"]
-        for item in part["secret"]["items"]
-    }
-    tokens = {("leeway-rollout-token", "sandbox-client")}
-    proof = {(name, key) for name, key in taken if name.endswith(("leeway-sandbox", "sandbox-tls"))}
-    assert {key for _, key in proof} == {"tls.crt", "tls.key", "ca.crt"}
-    assert taken - proof == (tokens if example == "air-gapped" else set())
-    assert not [v for v in workload.spec["volumes"] if "secret" in v]
-    names = {variable["name"] for variable in workload.containers[0]["env"]}
-    assert not names & {"LEEWAY__QUEUE__ADDRESS", "LEEWAY__SECURITY__TOKEN_FILE"}
-
-
-def test_nodes_call_the_sandboxes_that_the_service_names() -> None:
-    manifests = render("two-clouds", "rollout")
-    (node,) = [w for w in workloads(manifests) if w.name == "Deployment/rollout-rollout"]
-    (sandbox,) = [w for w in workloads(manifests) if w.name.endswith("-sandbox")]
-    assert sandbox.spec["runtimeClassName"] == "gvisor"
-    address = _environment(node.containers[0])["LEEWAY__ROLLOUT__SANDBOX__ADDRESS"]
-    (service,) = [
-        s for s in of_kind(manifests, "Service") if s["metadata"]["name"] == address.split(".")[0]
-    ]
-    (port,) = service["spec"]["ports"]
-    assert address == f"rollout-sandbox.{NAMESPACE}.svc:{port['port']}"
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["selector"].items() <= sandbox.labels.items()
-    without = render("two-clouds", "rollout", sets=("sandbox.enabled=false",))
-    assert "sandbox" not in str([w.manifest for w in workloads(without)])
-
-
 def test_only_the_queue_reaches_redis() -> None:
     manifests = render("laptop", "trainer")
     (policy,) = [
@@ -356,7 +297,7 @@ def test_nodes_have_the_time_to_drain() -> None:
             if "Deploy" not in workload.name:
                 continue
             component = workload.labels["app.kubernetes.io/component"]
-            drain = float(_environment(workload.containers[0])[ENV_PREFIX + drains[component]])
+            drain = float(environment(workload.containers[0])[ENV_PREFIX + drains[component]])
             assert drain < workload.spec["terminationGracePeriodSeconds"]
 
 
@@ -371,7 +312,7 @@ def test_leeway_takes_the_environment_and_the_configuration(
         for container in workload.containers:
             if container["name"] in ("redis", "exporter", "credentials"):
                 continue
-            config = load(path, environ=_environment(container))
+            config = load(path, environ=environment(container))
             security = config.security
             mounts = tuple(m["mountPath"] for m in container["volumeMounts"])
             for file in (security.certificate, security.key, security.authority):
@@ -384,14 +325,6 @@ def test_leeway_takes_the_environment_and_the_configuration(
                 assert 9100 in served
 
 
-def _environment(container: Manifest) -> dict[str, str]:
-    return {
-        each["name"]: each["value"]
-        for each in container["env"]
-        if each["name"].startswith(ENV_PREFIX) and "value" in each
-    }
-
-
 def test_servers_are_secured_wherever_they_listen(manifests: tuple[Manifest, ...]) -> None:
     for workload in workloads(manifests):
         _assert_secured(workload)
@@ -401,6 +334,6 @@ def _assert_secured(workload: Workload) -> None:
     for container in workload.containers:
         names = {p["name"] for p in container.get("ports", [])}
         if names & {"queue", "weights", "sandbox"}:
-            environment = _environment(container)
-            assert "LEEWAY__SECURITY__CERTIFICATE" in environment, workload.name
-            assert "LEEWAY__SECURITY__AUTHORITY" in environment, workload.name
+            given = environment(container)
+            assert "LEEWAY__SECURITY__CERTIFICATE" in given, workload.name
+            assert "LEEWAY__SECURITY__AUTHORITY" in given, workload.name

@@ -219,7 +219,7 @@ async def test_a_worker_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     task = {"environment": f"{WRITTEN}:Adder", "session_seconds": 1.0}
     config = configuration(**task)
     async with serving(config) as address, sandboxes_of(config, address) as workers:
-        with pytest.raises(InfrastructureError, match="was kept for more than 1.5 s"):
+        with pytest.raises(InfrastructureError, match=r"was kept for more than 1.5 s"):
             async with workers.take() as ask:
                 await ask({"reset": {}})
                 await asyncio.sleep(2.0)
