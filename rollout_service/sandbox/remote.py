@@ -85,16 +85,24 @@ async def sandboxes(
     security = as_client(config)
     async with rpc.connect(address, security, MESSAGE_BYTES, spread=True) as channel:
         workers = Sandboxes(channel, address, work, judges)
-        async with workers.take():
-            pass
-        yield workers
+        try:
+            async with workers.take():
+                pass
+            yield workers
+        finally:
+            workers.closed = True
 
 
 class Sandboxes:
-    """`Workers` over a channel."""
+    """`Workers` over a channel.
+
+    Attributes:
+        closed: Nothing is asked any more; what is under way ends with an `InfrastructureError`.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, address: str, work: Work, judges: Judges) -> None:
         self._stub = pb_grpc.SandboxStub(channel)
+        self.closed = False
         self._address = address
         self._work = work
         self._judges = judges
@@ -108,7 +116,7 @@ class Sandboxes:
                     return await ask(request)
             except SandboxLostError as error:
                 repeats += 1
-                if repeats > _MOST_REPEATS:
+                if self.closed or repeats > _MOST_REPEATS:
                     raise
                 log.warning("call is made again", reason=str(error))
 
@@ -147,6 +155,8 @@ class Sandboxes:
         there = started = clock()
         pause = _FIRST_PAUSE
         while True:
+            if self.closed:
+                raise InfrastructureError(f"{self._work.spec}: the way to the sandboxes is closed")
             stream = _Stream(self._stub, taking + self._work.kept_seconds + WIRE_SECONDS)
             accepted = taken = False
             try:
@@ -213,6 +223,12 @@ class _Stream:
         except TimeoutError as error:
             LOST.inc()
             raise SandboxLostError(f"the sandbox said nothing for {seconds:g} s") from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this task, but the call: its channel was closed.
+            raise SandboxLostError("the channel to the sandboxes was closed") from error
         except StopAsyncIteration as error:
             LOST.inc()
             raise SandboxLostError("the sandbox ended the stream") from error

@@ -160,7 +160,7 @@ async def test_hanging_costs_one_call_and_the_process(pool, tmp_path, monkeypatc
             f"{spec('hangs')} was not done after 1 s and was killed; make it faster, or raise "
             "task.reward_seconds"
         )
-        assert gone(int((tmp_path / "pid").read_text()))
+        await until(lambda: gone(int((tmp_path / "pid").read_text())))
         assert await rewards.score("fine", {}) == 1.0
 
 
