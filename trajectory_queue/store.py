@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import resources
@@ -45,6 +46,8 @@ _CALL_SECONDS = 5.0
 _READ_BYTES = 1 << 20
 # How soon a waiter learns what another service changed.
 _POLL_SECONDS = 0.1
+# A group may be gone between its script and the reading of its payloads; the script then says so.
+_READ_ATTEMPTS = 3
 
 
 class StoreFullError(InfrastructureError):
@@ -65,38 +68,54 @@ class RedisStore:
         self.signals = Signals()
 
     async def apply(self, command: Command[R]) -> R:
-        name = _SCRIPT_OF.get(type(command), "operator")
         arguments, blobs = codec.encode(command)
         now = str(self._clock()) if self._clock is not None else ""
-        reply = await self._evaluate(name, [type(command).__name__, now, arguments, *blobs])
-        tree = json.loads(reply[0])
-        if "error" in tree:
-            kind = FencedError if tree["error"] == "fenced" else DataError
-            raise kind(tree["message"])
-        for channel in tree["wake"]:
-            self.signals.set(channel)
-        return codec.decode(command, tree["ok"], reply[1:])
+        words: list[str | bytes] = [type(command).__name__, now, arguments]
+        staged: dict[str, bytes] = {}
+        if isinstance(command, c.Push):
+            push = uuid.uuid4().hex
+            words.append(push)
+            staged = {f"{self._prefix}staged:{push}:{n}": blob for n, blob in enumerate(blobs)}
+        else:
+            words += blobs
+        script = _SCRIPT_OF.get(type(command), "operator")
+        for _ in range(_READ_ATTEMPTS):
+            async with _translated():
+                reply = await self._evaluate(script, words, staged)
+                tree = json.loads(reply[0])
+                read = await self._client.mget(tree["read"]) if tree.get("read") else []
+            if "error" in tree:
+                kind = FencedError if tree["error"] == "fenced" else DataError
+                raise kind(tree["message"])
+            for channel in tree["wake"]:
+                self.signals.set(channel)
+            if None not in read:
+                return codec.decode(command, tree["ok"], reply[1:] + read)
+        raise InfrastructureError("what was to be read left the queue again and again")
 
-    async def _evaluate(self, name: str, arguments: list[str | bytes]) -> Any:
-        try:
-            for _ in range(2):
-                if name not in self._shas:
-                    self._shas[name] = await self._client.script_load(self._scripts[name])
-                try:
-                    return await self._client.evalsha(self._shas[name], 1, self._prefix, *arguments)
-                except NoScriptError:  # The server restarted, or somebody flushed its scripts.
-                    del self._shas[name]
-            raise InfrastructureError("redis forgets scripts as soon as they are loaded")
-        except OutOfMemoryError as error:
-            raise StoreFullError(
-                f"redis is out of memory: {error}; raise its maxmemory or lower queue.max_bytes"
-            ) from error
-        except ResponseError as error:
-            if "OOM" in str(error):
-                raise StoreFullError(f"redis is out of memory: {error}") from error
-            raise
-        except (RedisError, OSError, TimeoutError) as error:
-            raise InfrastructureError(f"redis is away: {error}") from error
+    async def _evaluate(
+        self, script: str, words: list[str | bytes], staged: dict[str, bytes]
+    ) -> Any:
+        """The script's reply; `staged` keys are set in the same transaction."""
+        for _ in range(2):
+            if script not in self._shas:
+                self._shas[script] = await self._client.script_load(self._scripts[script])
+            call: list[Any] = [self._shas[script], 1, self._prefix, *words]
+            try:
+                if not staged:
+                    return await self._client.evalsha(*call)
+                async with self._client.pipeline(transaction=True) as transaction:
+                    transaction.mset(staged)
+                    transaction.evalsha(*call)
+                    return (await transaction.execute())[1]
+            except ResponseError as error:
+                if staged:
+                    await self._client.unlink(*staged)
+                if not isinstance(error, NoScriptError):
+                    raise
+                # The server restarted, or somebody flushed its scripts.
+                del self._shas[script]
+        raise InfrastructureError("redis forgets scripts as soon as they are loaded")
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Wakes this service's waiters when another service changed something, until `stop`."""
@@ -139,6 +158,23 @@ class RedisStore:
             raise ConfigError(
                 "redis appendonly = no: a restart would lose the queue; set `appendonly yes`"
             )
+
+
+@asynccontextmanager
+async def _translated() -> AsyncIterator[None]:
+    """What the enclosed calls to the server raise, as the queue's own errors."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise StoreFullError(
+            f"redis is out of memory: {error}; raise its maxmemory or lower queue.max_bytes"
+        ) from error
+    except ResponseError as error:
+        if "OOM" in str(error):
+            raise StoreFullError(f"redis is out of memory: {error}") from error
+        raise
+    except (RedisError, OSError, TimeoutError) as error:
+        raise InfrastructureError(f"redis is away: {error}") from error
 
 
 def connect(url: str) -> redis.Redis:

@@ -4,7 +4,10 @@
 -- KEYS[1]  prefix of all keys of the run, with its hash tag: "leeway:{run}:"
 -- ARGV     command name, time in ms ("" for the server's clock), arguments as JSON, blobs...
 -- Bytes are passed as blobs; in JSON stands the blob's number, from 0.
--- Reply    {JSON of {ok, wake} or {error, message}, blobs...}
+-- Reply    {JSON of {ok, wake, read} or {error, message}, blobs...}; the values of the keys `read`
+--          are further blobs
+-- Payloads never pass through Lua, which would copy them: a push sets them as `staged` keys in the
+-- transaction of its script (ARGV[4] is its name), which renames or removes each.
 --
 -- Keys     meta              hash: settings, budget, clock, version, ... (see `L`)
 --          counts, counters  hashes
@@ -13,10 +16,12 @@
 --          task_of           hash: trajectory id -> task id
 --          group:<task>      hash: `record` (MessagePack, see `NEW_GROUP`), `task` (bytes)
 --          partials:<task>   hash: index -> bytes
---          trajectories      stream of payloads, as fields index -> bytes; consumer group
+--          payload:<task>:<index>  bytes of an accepted trajectory
+--          staged:<push>:<number>  bytes on their way
+--          trajectories      stream of their keys, as fields index -> key; consumer group
 --                            `trainers`, a consumer a trainer. An entry is pending while a trainer
---                            holds it, acknowledged by the commit, and deleted by id once a
---                            checkpoint covers it
+--                            holds it, acknowledged by the commit, and deleted by id, with its
+--                            payloads, once a checkpoint covers it
 --          waiting:<lane>    zset by sequence        running           zset by expiry
 --          queued:<lane>     zset by age             committed:<lane>  zset by version
 --          dead              zset by sequence        admitted          zset of the running training
@@ -52,11 +57,16 @@ local WAKES = {waiting = 'tasks', committed = 'tasks', filtered = 'tasks', stale
   dead = 'tasks', queued = 'groups'}
 local wake = {}
 
-local blobs = {}
+local blobs, reads = {}, {}
 local function blob(number) return ARGV[number + 4] end
 local function out(bytes)
   blobs[#blobs + 1] = bytes
   return #blobs - 1
+end
+-- After the last `out`.
+local function read(key)
+  reads[#reads + 1] = key
+  return #blobs + #reads - 1
 end
 
 -- Meta and counts --------------------------------------------------------------------------------
@@ -199,6 +209,8 @@ local function sorted_slots(g)
   return slots
 end
 
+local function payload_key(g, index) return P .. 'payload:' .. g.id .. ':' .. index end
+
 -- Samples that were pushed together share an entry.
 local function stream_ids(g)
   local ids, seen = {}, {}
@@ -212,10 +224,14 @@ local function stream_ids(g)
 end
 
 local function drop_payloads(g)
-  local ids, names = stream_ids(g), {}
+  local ids, names, keys = stream_ids(g), {}, {}
   if #ids > 0 then
-    for _, slot in pairs(g.slots) do names[#names + 1] = slot[2] end
+    for index, slot in pairs(g.slots) do
+      names[#names + 1] = slot[2]
+      keys[#keys + 1] = payload_key(g, index)
+    end
     call('XDEL', STREAM, unpack(ids))
+    call('UNLINK', unpack(keys))
     call('HDEL', P .. 'task_of', unpack(names))
   end
   if g.partial_bytes > 0 then call('DEL', P .. 'partials:' .. g.id) end
@@ -277,6 +293,6 @@ local function reply(commands)
     return {cjson.encode({error = result.kind, message = result.message})}
   end
   flush()
-  table.insert(blobs, 1, cjson.encode({ok = result, wake = wake}))
+  table.insert(blobs, 1, cjson.encode({ok = result, wake = wake, read = reads}))
   return blobs
 end

@@ -158,11 +158,15 @@ local function drop_partial(g, index)
   end
 end
 
--- Samples of one group that were accepted, to be stored as one entry of the stream.
+local function staged(entry) return P .. 'staged:' .. ARGV[4] .. ':' .. entry.payload end
+
+-- Samples of one group that were accepted, to be one entry of the stream.
 local function store(g, entries)
   local fields, names = {}, {}
   for _, entry in ipairs(entries) do
-    fields[#fields + 1], fields[#fields + 2] = entry.index, blob(entry.payload)
+    local key = payload_key(g, entry.index)
+    call('RENAME', staged(entry), key)
+    fields[#fields + 1], fields[#fields + 2] = entry.index, key
     names[#names + 1], names[#names + 2] = entry.trajectory_id, g.id
   end
   local stream_id = call('XADD', STREAM, '*', unpack(fields))
@@ -172,7 +176,7 @@ local function store(g, entries)
 end
 
 local function accept(g, entry)
-  local size = #blob(entry.payload)
+  local size = call('STRLEN', staged(entry))
   g.slots[tostring(entry.index)] = {'', entry.trajectory_id}
   add_bytes(size)
   drop_partial(g, entry.index)
@@ -312,11 +316,21 @@ return reply({
   end,
 
   Push = function()
-    local size = 0
-    for _, entry in ipairs(args.entries) do size = size + #blob(entry.payload) end
-    if L.bytes + size > S.max_bytes and trainable() >= S.batch_groups then return {full = true} end
+    local size, keys = 0, {}
+    for i, entry in ipairs(args.entries) do
+      keys[i] = staged(entry)
+      size = size + call('STRLEN', keys[i])
+    end
+    -- What is accepted has another name by then.
+    local function unstaged(result)
+      if #keys > 0 then call('UNLINK', unpack(keys)) end
+      return result
+    end
+    if L.bytes + size > S.max_bytes and trainable() >= S.batch_groups then
+      return unstaged({full = true})
+    end
     for _, entry in ipairs(args.patient and args.entries or {}) do
-      if (entry.newest or 0) > L.published then return {ahead = true} end
+      if (entry.newest or 0) > L.published then return unstaged({ahead = true}) end
     end
     tick()
     local accepted, duplicates, refusals = {}, {}, {}
@@ -358,7 +372,7 @@ return reply({
       refusals[#refusals + 1] = door.refused
       refuse(door.lease_id, door.refused)
     end
-    return {accepted = accepted, duplicates = duplicates, refused = refusals}
+    return unstaged({accepted = accepted, duplicates = duplicates, refused = refusals})
   end,
 
   GiveBack = function()

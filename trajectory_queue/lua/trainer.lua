@@ -169,19 +169,14 @@ return reply({
   Fetch = function()
     local payloads = {}
     for i, id in ipairs(args.task_ids) do
-      local g, entries, trajectories = group(id), {}, {}
+      payloads[i] = {trajectories = {},
+        task = out(group(id) and call('HGET', P .. 'group:' .. id, 'task') or '')}
+    end
+    for i, id in ipairs(args.task_ids) do
+      local g = group(id)
       for j, slot in ipairs(g and sorted_slots(g) or {}) do
-        local entry = entries[slot.stream_id]
-        if not entry then
-          entry = {}
-          local flat = call('XRANGE', STREAM, slot.stream_id, slot.stream_id)[1][2]
-          for k = 1, #flat, 2 do entry[tonumber(flat[k])] = flat[k + 1] end
-          entries[slot.stream_id] = entry
-        end
-        trajectories[j] = out(entry[slot.index])
+        payloads[i].trajectories[j] = read(payload_key(g, slot.index))
       end
-      payloads[i] = {task = out(g and call('HGET', P .. 'group:' .. id, 'task') or ''),
-        trajectories = trajectories}
     end
     return {payloads = payloads}
   end,
