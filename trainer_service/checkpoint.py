@@ -7,6 +7,7 @@
                 LATEST                                 "step-000012"
                 PUBLISHED                              "14": nodes may hold this version
                 export -> export-000012                a model directory
+                critic -> critic-000012                the same of a critic
 
 A generation is written under a temporary name, flushed to disk, renamed, and only then does LATEST
 point to it. What must hold, whenever the process is killed: LATEST names a whole generation, or
@@ -18,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from leeway.errors import ConfigError, DataError
 from trainer_service.backends import lora
 from trainer_service.backends.files import WEIGHTS, TensorFiles
+from trainer_service.learners import CRITIC
 
 LATEST = "LATEST"
 PUBLISHED = "PUBLISHED"
@@ -210,9 +213,35 @@ def export_hf(checkpoint: Path, model_directory: Path, out: Path, *, lora_alpha:
         out: Becomes a link to what is written, at once and never to less than a whole model.
         lora_alpha: With which adapters, if any, are added to the weights.
     """
-    target = out.with_name(f"{out.name}-{_step(checkpoint.name):06d}")
+    weights = _exported(checkpoint, model_directory, lora_alpha)
+    _export(_step(checkpoint.name), weights, model_directory, out, {})
+
+
+def export_critic(checkpoint: Path, model_directory: Path, out: Path) -> None:
+    """The same of a generation's critic: for `AutoModelForTokenClassification`, with one label, and
+    for `trainer.critic.model`."""
+    family = json.loads((model_directory / "config.json").read_text())["model_type"]
+    kind = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[family]
+    head = {"architectures": [kind], "id2label": {0: "value"}, "label2id": {"value": 0}}
+    masters = TensorFiles(checkpoint / CRITIC, WEIGHTS)
+    weights = ((name, masters.read(name).to(torch.bfloat16)) for name in masters.names())
+    _export(_step(checkpoint.name), weights, model_directory, out, head)
+
+
+def _export(
+    step: int,
+    weights: Iterable[tuple[str, Tensor]],
+    model_directory: Path,
+    out: Path,
+    changes: Mapping[str, Any],
+) -> None:
+    """
+    Args:
+        changes: To the model's configuration.
+    """
+    target = out.with_name(f"{out.name}-{step:06d}")
     if not target.exists():
-        _write_model(checkpoint, model_directory, target, lora_alpha)
+        _write_model(weights, model_directory, target, changes)
     link = out.with_name(f"{TEMPORARY}{out.name}")
     _remove(link)
     link.symlink_to(target.name)
@@ -221,7 +250,12 @@ def export_hf(checkpoint: Path, model_directory: Path, out: Path, *, lora_alpha:
         _remove(path)
 
 
-def _write_model(checkpoint: Path, model_directory: Path, target: Path, lora_alpha: float) -> None:
+def _write_model(
+    weights: Iterable[tuple[str, Tensor]],
+    model_directory: Path,
+    target: Path,
+    changes: Mapping[str, Any],
+) -> None:
     partial = target.with_name(f"{TEMPORARY}{target.name}")
     _remove(partial)
     partial.mkdir(parents=True)
@@ -229,9 +263,9 @@ def _write_model(checkpoint: Path, model_directory: Path, target: Path, lora_alp
         if path.is_file() and ".safetensors" not in path.name:
             shutil.copyfile(path, partial / path.name)
     config = json.loads((partial / "config.json").read_text())
-    (partial / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2))
-    weights = dict(_exported(checkpoint, model_directory, lora_alpha))
-    save_file(weights, partial / EXPORTED_WEIGHTS, metadata={"format": "pt"})
+    config |= {**changes, "dtype": "bfloat16"}
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(dict(weights), partial / EXPORTED_WEIGHTS, metadata={"format": "pt"})
     for path in (*partial.iterdir(), partial):
         _flush(path)
     partial.rename(target)

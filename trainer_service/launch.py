@@ -8,17 +8,19 @@ One process trains on its own. Started by torchrun, its ranks share the models: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import nn
 
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from leeway.health import HEALTH
+from trainer_service.backends import torch_model
 from trainer_service.backends.distributed import Leader, RankBackend, follow
 from trainer_service.backends.layout import Layout
 from trainer_service.backends.torch_backend import TorchBackend
-from trainer_service.backends.torch_model import ValueModel
 from trainer_service.backends.world import World, join, ranks
 from trainer_service.learners import Learners
 
@@ -68,23 +70,23 @@ def _load(
     world: World | None = None,
 ) -> list[RankBackend]:
     """This rank's part of the policy and, where there is one, of the critic."""
-    if config.backend == "megatron":
-        assert world is not None
-        return [_megatron(model, config, world, reference)]
-    models: list[RankBackend] = [TorchBackend(model, config, world=world, reference=reference)]
+    backend, values = _kinds(config)
+    models = [backend(model, config, world=world, reference=reference)]
     if critic is not None:
         own = config.model_copy(update={"lr": config.critic.lr, "lora_rank": 0})
-        models.append(TorchBackend(critic, own, world=world, kind=ValueModel))
+        models.append(backend(critic, own, world=world, kind=values))
     return models
 
 
-def _megatron(
-    model: Path, config: TrainerConfig, world: World, reference: Path | None
-) -> RankBackend:
+def _kinds(config: TrainerConfig) -> tuple[Callable[..., RankBackend], type[nn.Module]]:
+    """The backend, and its kind of model that is a critic."""
+    if config.backend == "torch":
+        return TorchBackend, torch_model.ValueModel
     try:
+        from trainer_service.backends.megatron import model
         from trainer_service.backends.megatron.backend import MegatronBackend
     except ImportError as error:
         raise ConfigError(
             f"trainer.backend = megatron: {error}; install leeway[megatron], on Python 3.11"
         ) from error
-    return MegatronBackend(model, config, world=world, reference=reference)
+    return MegatronBackend, model.ValueModel

@@ -4,7 +4,8 @@
 event loop keeps talking to the queue meanwhile. What must hold:
 
 - The policy version is the number of batches learned from; it goes up by one a batch, is published
-  before the batch is committed, and only committed batches free their places.
+  before the batch is committed, and only committed batches free their places. So also while only
+  the critic learns: nodes that kept the older version's name would fall behind the budget.
 - Nothing that the queue hands out is trained over the budget: it has masked or dropped what is, and
   the loop checks that once more.
 - A life that resumes trains again on what was consumed after its checkpoint, but hands nothing out
@@ -19,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,15 +37,11 @@ from leeway.telemetry import Spans
 from leeway.traces import TRACES
 from leeway.trajectory import Group, Purpose
 from leeway.versions import capacity
-from trainer_service.algorithms.critic import ValueLoss, mean_of
-from trainer_service.algorithms.diagnostics import engine_agrees
-from trainer_service.algorithms.objective import Objective
 from trainer_service.canary import CanaryText
 from trainer_service.checkpoint import Checkpoints
+from trainer_service.learn import Learned, learn
 from trainer_service.learners import Learners
-from trainer_service.packed import StepPlan
 from trainer_service.record import Record, StepTimes, numbers
-from trainer_service.steps import plan_batch
 from trainer_service.weight_broadcast.publisher import WeightPublisher
 from trajectory_queue.autobudget import BudgetController, Observation
 from trajectory_queue.client import Batch, TrainerQueue
@@ -69,18 +67,6 @@ class Position:
     version: int = 0
     sampler: dict[str, int] = field(default_factory=dict)
     evaluated: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """What one batch taught: the plans and objectives of its optimizer steps."""
-
-    plans: Sequence[StepPlan]
-    objectives: Sequence[Objective]
-    grad_norm: float
-    lr: float
-    critic: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the critic's steps, where there is one."""
 
 
 class Trainer:
@@ -206,36 +192,30 @@ class Trainer:
             return self._frozen
 
     def _learn(self, groups: Sequence[Group]) -> Learned:
-        """The optimizer steps of one batch, in the compute thread: one for each of
-        `trainer.minibatches`."""
-        trainer = self._config.trainer
-        plans = plan_batch(
+        """In the compute thread."""
+        learned = learn(
             groups,
-            trainer,
-            self._learners.policy,
-            self._learners.critic,
-            longest_answer=self._config.sampling.max_new_tokens,
+            self._config,
+            self._learners,
+            self._position.version,
+            self._changing,
+            check_engine=not self._checked_engine,
         )
-        version = self._position.version
-        policy, critic = self._learners.policy, self._learners.critic
-        objectives = [Objective(trainer.algorithm, version, plan) for plan in plans]
-        of_critic: list[Mapping[str, float]] = []
-        for plan, objective in zip(plans, objectives, strict=True):
-            policy.accumulate(plan.microbatches, objective)
-            if not self._checked_engine and objective is objectives[0]:
-                self._checked_engine = engine_agrees(objective.metrics())
-            values = None if critic is None else ValueLoss(plan, trainer.critic.value_clip)
-            if critic is not None and values is not None:
-                critic.accumulate(plan.microbatches, values)
-            with self._gate:
-                if self._frozen:
-                    raise Stopped
-                self._changed = True
-                result = policy.apply()
-                if critic is not None and values is not None:
-                    norm = critic.apply().grad_norm
-                    of_critic.append({**values.metrics(), "critic_grad_norm": norm})
-        return Learned(plans, objectives, result.grad_norm, result.lr, mean_of(of_critic))
+        self._checked_engine = self._checked_engine or learned.checked_engine
+        return learned
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around each optimizer step of a batch.
+
+        Raises:
+            Stopped: weights change no more.
+        """
+        with self._gate:
+            if self._frozen:
+                raise Stopped
+            self._changed = True
+            yield
 
     # The queue -----------------------------------------------------------------------------------
 

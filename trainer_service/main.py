@@ -15,8 +15,8 @@ from leeway.tasks import Sampler, open_source
 from leeway.telemetry import Spans
 from trainer_service import launch
 from trainer_service.canary import CanaryText
-from trainer_service.checkpoint import Checkpoints, export_hf, model_hash
-from trainer_service.learners import Learners
+from trainer_service.checkpoint import Checkpoints, export_critic, export_hf, model_hash
+from trainer_service.learners import CRITIC, Learners
 from trainer_service.loop import Trainer
 from trainer_service.record import Record
 from trainer_service.trackers.choose import open_trackers
@@ -45,10 +45,12 @@ async def serve(config: Config, *, stop: asyncio.Event) -> None:
         opening = launch.learners(config.trainer, model, reference, critic)
         learners = await asyncio.to_thread(stack.enter_context, opening)
         if learners is not None:
-            await _lead(config, model, learners, stop)
+            await _lead(config, model, critic, learners, stop)
 
 
-async def _lead(config: Config, model: Path, learners: Learners, stop: asyncio.Event) -> None:
+async def _lead(
+    config: Config, model: Path, critic: Path | None, learners: Learners, stop: asyncio.Event
+) -> None:
     run = config.run.path
     run.mkdir(parents=True, exist_ok=True)
     sampler = Sampler(await asyncio.to_thread(open_source, config), config)
@@ -89,6 +91,9 @@ async def _lead(config: Config, model: Path, learners: Learners, stop: asyncio.E
                 run / "checkpoints" / "export",
                 lora_alpha=config.trainer.lora_alpha,
             )
+            if critic is not None:
+                out = run / "checkpoints" / CRITIC
+                await asyncio.to_thread(export_critic, newest.path, critic, out)
     finally:
         record.close()
         spans.close()

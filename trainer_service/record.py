@@ -25,7 +25,7 @@ from trajectory_queue.batches import answers_sampled, staleness_metrics
 from trajectory_queue.client import Batch
 
 if TYPE_CHECKING:
-    from trainer_service.loop import Learned
+    from trainer_service.learn import Learned
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,9 @@ class Record:
         lengths = [t.response_length for t in trajectories]
         now = time.monotonic()
         elapsed, self._last_step = now - self._last_step, now
-        health = sum((objective.sums for objective in learned.objectives), TokenSums()).metrics()
+        # None while only the critic learns.
+        sums = [objective.sums for objective in learned.objectives]
+        health = sum(sums, TokenSums()).metrics() if sums else {}
         outside = alerts(health)
         for name, bound in outside.items():
             log.warning("look at", metric=name, value=health[name], bound=tuple(bound))
@@ -130,7 +132,8 @@ class Record:
         """The batch's first group, as it was trained, in the wire's own form."""
         if batch.groups:
             path = self._samples / f"step-{version:06d}.pb"
-            group = annotated(batch.groups[0], learned.objectives[0].scored)
+            scored = [s for objective in learned.objectives[:1] for s in objective.scored]
+            group = annotated(batch.groups[0], scored)
             path.write_bytes(group.to_wire().SerializeToString())
 
     def write(self, kind: str, **values: Any) -> None:

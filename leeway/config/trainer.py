@@ -21,6 +21,9 @@ class CriticConfig(Section):
     lr: PositiveFloat = 1e-5
     value_clip: PositiveFloat = 0.5
     """A value counts as moved by at most so much in one batch."""
+    warmup_batches: NonNegativeInt = 0
+    """So many first batches teach the critic alone (verl's `critic_warmup`); the policy's weights
+    stay as they are."""
 
 
 class TrainerConfig(Section):
@@ -89,16 +92,10 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_critic_where_one_can_be(self) -> TrainerConfig:
-        if not self.algorithm.advantage.needs_critic:
-            if self.critic != CriticConfig():
-                raise ValueError(
-                    "critic would not be used with algorithm.advantage.baseline = "
-                    f"{self.algorithm.advantage.baseline}; use baseline=critic, normalise=batch"
-                )
-        elif self.backend == "megatron":
+    def _a_critic_is_used(self) -> TrainerConfig:
+        if self.critic != CriticConfig() and not self.algorithm.advantage.needs_critic:
             raise ValueError(
-                "algorithm.advantage.baseline = critic with backend = megatron: value heads are "
-                "the torch backend's; use backend=torch, or a baseline without a critic"
+                "critic would not be used with algorithm.advantage.baseline = "
+                f"{self.algorithm.advantage.baseline}; use baseline=critic, normalise=batch"
             )
         return self

@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 4 tests/trainer/parity_worker.py CASES.json OUT.json
 
-A model of each family lies beside OUT.json, in a directory of its name.
+A model of each family lies beside OUT.json, in a directory of its name; families that end with
+VALUES are critics.
 
-For each case the leader writes how far loss, log-probabilities, gradients, the gradient's norm and
-weights are from those of a padded `AutoModelForCausalLM` with `torch.optim.AdamW`; then the case's
-layout loads the checkpoint that the one before it saved, and takes another step.
+For each case the leader writes how far loss, scores, gradients, the gradient's norm and weights are
+from those of a padded `AutoModelForCausalLM` (a critic's: `AutoModelForTokenClassification` of one
+label) with `torch.optim.AdamW`; then the case's layout loads the checkpoint that the one before it
+saved, and takes another step.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from trainer_cases import random_groups
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from leeway.config import TrainerConfig
 from leeway.trajectory import Group
@@ -33,11 +35,14 @@ from trainer_service.backends.distributed import RankBackend
 from trainer_service.backends.layout import Layout
 from trainer_service.backends.sharding import local
 from trainer_service.backends.torch_backend import TorchBackend
+from trainer_service.backends.torch_model import ValueModel
 from trainer_service.backends.world import World, join
 from trainer_service.batching import pack
 from trainer_service.packed import PackedBatch
 
 STEPS = 3
+VALUES = "-values"
+SQUARES = 0.05
 SETTINGS: dict[str, Any] = {
     "lr": 1e-2,
     "eps": 1e-5,
@@ -49,11 +54,19 @@ BUDGET = 60
 """Tokens a micro-batch: few enough for more micro-batches than ranks, and an odd number of them."""
 
 
-def loss(batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
+def policy_loss(batch: PackedBatch, logprobs: Tensor, entropy: Tensor) -> Tensor:
     """A policy gradient with an entropy bonus."""
     weights = torch.from_numpy(batch.weights).to(logprobs.device)
     advantages = torch.from_numpy(batch.advantages).to(logprobs.device)
     return (-weights * (advantages * logprobs + 0.1 * entropy)).sum()
+
+
+def value_loss(batch: PackedBatch, values: Tensor, entropy: Tensor) -> Tensor:
+    """Squared errors of a critic for which a state is worth its trajectory's advantage, such that
+    gradients are as large as the policy's."""
+    weights = SQUARES * torch.from_numpy(batch.weights).to(values.device)
+    targets = torch.from_numpy(batch.advantages).to(values.device)
+    return (weights * (values - targets).square()).sum()
 
 
 def steps() -> list[tuple[list[Group], np.ndarray, np.ndarray]]:
@@ -69,17 +82,20 @@ def steps() -> list[tuple[list[Group], np.ndarray, np.ndarray]]:
 
 @dataclass
 class Expected:
-    """Of plain Hugging Face, at each step: before it, but for the weights."""
+    """Of plain Hugging Face, at each step: before it, but for the weights. A critic's scores are
+    values."""
 
     losses: list[float]
-    logprobs: list[list[Tensor]]
+    scores: list[list[Tensor]]
     gradients: list[dict[str, Tensor]]
     norms: list[float]
     weights: list[dict[str, Tensor]]
 
 
 def plain(directory: Path) -> Expected:
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    critic = directory.name.endswith(VALUES)
+    kind: Any = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    model: Any = kind.from_pretrained(directory, dtype=torch.float32).eval()
     parameters = dict(model.named_parameters())
     decay = SETTINGS["weight_decay"]
     optimizer = torch.optim.AdamW(
@@ -99,19 +115,24 @@ def plain(directory: Path) -> Expected:
         for row, t in enumerate(trajectories):
             ids[row, : t.token_ids.size] = torch.from_numpy(t.token_ids)
             mask[row, : t.token_ids.size] = 1
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits / 0.8
-        scores = logits.log_softmax(-1)
-        total, logprobs = torch.zeros(()), []
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        total, scores = torch.zeros(()), []
         for row, t in enumerate(trajectories):
             places = torch.from_numpy(t.prompt_length + np.flatnonzero(t.loss_mask))
-            own = scores[row, places - 1]
-            taken = own.gather(1, ids[row, places, None]).squeeze(1)
-            entropy = -(own.exp() * own).sum(1)
-            total = total - (weights[row] * (advantages[row] * taken + 0.1 * entropy)).sum()
-            logprobs.append(taken.detach())
+            before = logits[row, places - 1]
+            if critic:
+                taken = before[:, 0]
+                errors = taken - advantages[row]
+                total = total + (SQUARES * weights[row] * errors.square()).sum()
+            else:
+                own = (before / 0.8).log_softmax(-1)
+                taken = own.gather(1, ids[row, places, None]).squeeze(1)
+                entropy = -(own.exp() * own).sum(1)
+                total = total - (weights[row] * (advantages[row] * taken + 0.1 * entropy)).sum()
+            scores.append(taken.detach())
         total.backward()
         expected.losses.append(total.item())
-        expected.logprobs.append(logprobs)
+        expected.scores.append(scores)
         expected.gradients.append({n: p.grad.clone() for n, p in parameters.items()})
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), SETTINGS["max_grad_norm"])
         expected.norms.append(float(norm))
@@ -160,11 +181,17 @@ def far(own: dict[str, Any], expected: dict[str, Tensor]) -> float:
 
 def start(case: dict[str, Any], directory: Path, world: World) -> RankBackend:
     config = TrainerConfig(**SETTINGS, **case.get("settings", {}))
-    if case["backend"] == "torch":
-        return TorchBackend(directory, config, precision="fp32", world=world, reference=directory)
-    from trainer_service.backends.megatron.backend import MegatronBackend
+    backend: Any = TorchBackend
+    values: Any = ValueModel
+    if case["backend"] == "megatron":
+        from trainer_service.backends.megatron.backend import MegatronBackend
+        from trainer_service.backends.megatron.model import ValueModel as Cut
 
-    return MegatronBackend(directory, config, precision="fp32", world=world, reference=directory)
+        backend, values = MegatronBackend, Cut
+    critic = directory.name.endswith(VALUES)
+    what = {"kind": values} if critic else {"reference": directory}
+    made: RankBackend = backend(directory, config, precision="fp32", world=world, **what)
+    return made
 
 
 def run(
@@ -173,7 +200,9 @@ def run(
 ) -> dict[str, float]:  # fmt: skip
     began = time.process_time()
     backend = start(case, directory, world)
-    found = {"loss": 0.0, "logprobs": 0.0, "gradients": 0.0, "norm": 0.0, "weights": 0.0}
+    critic = directory.name.endswith(VALUES)
+    loss = value_loss if critic else policy_loss
+    found = {"loss": 0.0, "scores": 0.0, "gradients": 0.0, "norm": 0.0, "weights": 0.0}
     given = loss if world.leads else None
     for step in range(2):
         batches = microbatches(step)
@@ -183,9 +212,9 @@ def run(
         losses: list[float] = []
 
         def counted(
-            batch: PackedBatch, logprobs: Tensor, entropy: Tensor, losses: list[float] = losses
+            batch: PackedBatch, scores: Tensor, entropy: Tensor, losses: list[float] = losses
         ) -> Tensor:
-            total = loss(batch, logprobs, entropy)
+            total = loss(batch, scores, entropy)
             losses.append(total.item())
             return total
 
@@ -198,12 +227,12 @@ def run(
             found["norm"] = max(found["norm"], abs(result.grad_norm - expected.norms[step]))
             if step == 0:
                 found["gradients"] = far(own, expected.gradients[step])
-            found["logprobs"] = max(
-                found["logprobs"],
+            found["scores"] = max(
+                found["scores"],
                 max(
                     float((torch.from_numpy(values[batch.sequences == s]) - lp).abs().max())
                     for batch, values in zip(batches, scored, strict=True)
-                    for s, lp in enumerate(expected.logprobs[step])
+                    for s, lp in enumerate(expected.scores[step])
                     if (batch.sequences == s).any()
                 ),
             )
@@ -215,11 +244,12 @@ def run(
         backend.load(before)
     backend.accumulate(microbatches(2), given)
     backend.apply()
-    frozen = backend.scores(microbatches(0), reference=True)
-    if world.leads:
-        found["reference"] = max(
-            float(np.abs(own - first).max()) for own, first in zip(frozen, begun, strict=True)
-        )
+    if not critic:
+        frozen = backend.scores(microbatches(0), reference=True)
+        if world.leads:
+            found["reference"] = max(
+                float(np.abs(own - first).max()) for own, first in zip(frozen, begun, strict=True)
+            )
     weights = dict(backend.weights())
     if expected is not None:
         found["resumed"] = far(weights, expected.weights[2])

@@ -99,13 +99,17 @@ def start(
     case: dict[str, str], model: Path, config: Config, world: World | None
 ) -> list[RankBackend]:
     backend: Any = TorchBackend
+    values: Any = ValueModel
     if case["backend"] == "megatron":
-        from trainer_service.backends.megatron.backend import MegatronBackend as backend  # noqa: N813
+        from trainer_service.backends.megatron.backend import MegatronBackend
+        from trainer_service.backends.megatron.model import ValueModel as Cut
+
+        backend, values = MegatronBackend, Cut
     reference = model if case["lesson"] == Lesson.DPO else None
     shared = {"precision": "fp32", "world": world}
     models = [backend(model, config.trainer, reference=reference, **shared)]
     if case["lesson"] == PPO:
-        models.append(backend(model, config.trainer, kind=ValueModel, **shared))
+        models.append(backend(model, config.trainer, kind=values, **shared))
     return models
 
 

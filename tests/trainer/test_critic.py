@@ -13,7 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_cases import group, random_groups, tiny_model, trajectory
-from transformers import AutoModelForTokenClassification, MptConfig, MptForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    MptConfig,
+    MptForCausalLM,
+)
 
 from leeway.algorithm import (
     AdvantageConfig,
@@ -254,11 +259,20 @@ def test_what_has_no_meaning_is_refused(overrides: list[str], message: str) -> N
         load(None, [*MINIMAL, *(f"trainer.algorithm.{own}" for own in overrides)], {})
 
 
-def test_a_critic_is_refused_where_there_is_none() -> None:
+def test_a_critic_that_would_not_be_used_is_refused() -> None:
     with pytest.raises(ConfigError, match="critic would not be used"):
         load(None, [*MINIMAL, "trainer.critic.lr=1e-4"], {})
     chosen = "trainer.algorithm.advantage={baseline: critic, normalise: batch}"
-    with pytest.raises(ConfigError, match="critic with backend = megatron"):
-        load(None, [*MINIMAL, chosen, "trainer.backend=megatron"], {})
     single = load(None, [*MINIMAL, chosen, "sampling.group_size=1"], {})
     assert single.trainer.algorithm.advantage.needs_critic
+
+
+def test_a_reward_models_head_is_kept_though_it_has_no_bias(tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        tiny_model("llama", tmp_path / "policy", rounded=False), num_labels=1
+    )
+    model.save_pretrained(tmp_path / "rewards")
+    groups = random_groups(1)
+    ones = np.ones(sum(len(g.trajectories) for g in groups))
+    batches = pack(groups, ones, ones, 40).microbatches
+    assert all(values.all() for values in critic(tmp_path / "rewards").scores(batches))

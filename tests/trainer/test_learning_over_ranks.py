@@ -27,7 +27,7 @@ LAYOUTS = [
     ("megatron", "pp=2"),
     ("megatron", "cp=2"),
 ]
-CASES = [(PPO, "torch", "dp=2"), *((lesson, *own) for lesson in Lesson for own in LAYOUTS)]
+CASES = [(lesson, *own) for lesson in (PPO, *Lesson) for own in LAYOUTS]
 KEYS = ("lesson", "backend", "layout")
 
 

@@ -17,7 +17,7 @@ from leeway.versions import VersionSpan
 from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.diagnostics import ALERTS, TokenSums
 from trainer_service.algorithms.objective import Objective
-from trainer_service.loop import Learned
+from trainer_service.learn import Learned
 from trainer_service.packed import StepPlan
 from trainer_service.record import Record, StepTimes
 from trainer_service.trackers.feed import Trackers

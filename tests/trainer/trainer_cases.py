@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    AutoModelForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -86,6 +87,16 @@ def tiny_model(
             if rounded:
                 parameter.copy_(parameter.bfloat16())
     model.save_pretrained(directory)
+    return directory
+
+
+def with_values(model: Path, directory: Path) -> Path:
+    """Saves the model with a random head of one label, and a bias, in place of its own."""
+    critic = AutoModelForTokenClassification.from_pretrained(model, num_labels=1)
+    with torch.no_grad():
+        for parameter in critic.score.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    critic.save_pretrained(directory)
     return directory
 
 

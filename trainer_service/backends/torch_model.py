@@ -129,7 +129,7 @@ class TorchModel(nn.Module):
 class ValueModel(TorchModel):
     """The same with a head of one number: the value of the state before each trained token.
 
-    A directory without such a head (transformers' `score`) gets one that says 0.
+    What of such a head (transformers' `score`) a directory lacks is 0.
     """
 
     def __init__(self, directory: Path, config: TrainerConfig, device: torch.device) -> None:
@@ -138,10 +138,9 @@ class ValueModel(TorchModel):
             ConfigError: As `TorchModel`, or transformers knows no token classifier of the family.
         """
         super().__init__(directory, config, device)
-        if self._new_head:
-            # Only now: packing was checked with the random one.
-            for parameter in self.model.score.parameters():
-                nn.init.zeros_(parameter)
+        # Only now: packing was checked with random ones.
+        for name in self._new:
+            nn.init.zeros_(self.model.get_parameter(name))
 
     def _load(self, directory: Path) -> Any:
         try:
@@ -157,7 +156,7 @@ class ValueModel(TorchModel):
                 f"trainer.critic.model = {str(directory)!r}: it cannot have a head of one value: "
                 f"{error}"
             ) from error
-        self._new_head = any(name.startswith("score.") for name in found["missing_keys"])
+        self._new = [name for name in found["missing_keys"] if name.startswith("score.")]
         return model
 
     def _score(

@@ -37,6 +37,7 @@ from trainer_service.backends.megatron.cpu import adapt
 from trainer_service.backends.megatron.gradients import sum_parts
 from trainer_service.backends.megatron.model import (
     PolicyModel,
+    StageModel,
     heads_of,
     shape_of,
     transformer_config,
@@ -46,7 +47,6 @@ from trainer_service.backends.megatron.pretrained import Pretrained
 from trainer_service.backends.megatron.weights import NamedWeights
 from trainer_service.backends.optimizer import MasterAdamW, dithered
 from trainer_service.backends.snapshot import snapshot
-from trainer_service.backends.token_scores import token_scores
 from trainer_service.backends.world import World
 from trainer_service.balance import Spread
 from trainer_service.packed import Inputs
@@ -63,12 +63,14 @@ class MegatronBackend(RankBackend):
         precision: Literal["bf16", "fp32"] = "bf16",
         world: World,
         reference: Path | None = None,
+        kind: type[StageModel] = PolicyModel,
     ) -> None:
         """Loads a Hugging Face model directory. All ranks construct it together.
 
         Args:
             precision: Of the weights that are computed with and published.
             reference: Model directory of the frozen reference; without one `scores` has none.
+            kind: What scores tokens: `ValueModel` for a critic.
 
         Raises:
             ConfigError: The model is not mapped, or cannot be cut like this.
@@ -89,7 +91,7 @@ class MegatronBackend(RankBackend):
         self._accumulated = False
         dtype = self._published if world.device.type == "cuda" else torch.float32
         megatron = transformer_config(hf, world.layout, config, dtype)
-        self._model = PolicyModel(megatron, hf)
+        self._model = kind(megatron, hf)
         self._parallel = DistributedDataParallel(
             megatron,
             DistributedDataParallelConfig(
@@ -100,7 +102,7 @@ class MegatronBackend(RankBackend):
         _sum_only_over_several(self._parallel)
         self._pieces = Pieces(self._parallel)
         self._weights = NamedWeights(self._model, self._pieces, heads_of(hf), world)
-        pretrained = Pretrained(model_directory, shape.experts)
+        pretrained = Pretrained(model_directory, shape.experts, kind.new_tensors(hf))
 
         def masters(name: str) -> Tensor:
             weights = pretrained.read(name)
@@ -136,7 +138,7 @@ class MegatronBackend(RankBackend):
         found: list[Tensor] = []
 
         def keep(round_: Round, hidden: Tensor) -> Tensor:
-            logprobs, _ = self._score(round_.own, hidden, model.head_weight)
+            logprobs, _ = self._score(round_.own, hidden, model)
             found.extend(
                 scores[0] for scores in self._exchange.gather(round_.sizes, logprobs[None])
             )
@@ -147,7 +149,7 @@ class MegatronBackend(RankBackend):
 
     def accumulate(self, batches: Sequence[Inputs], loss: Loss | None) -> None:
         def total(round_: Round, hidden: Tensor) -> Tensor:
-            logprobs, entropy = self._score(round_.own, hidden, self._model.head_weight)
+            logprobs, entropy = self._score(round_.own, hidden, self._model)
             return self._exchange.surrogate(round_.sizes, round_.all, loss, logprobs, entropy)
 
         self._run(self._parallel, batches, total, forward_only=False)
@@ -264,25 +266,20 @@ class MegatronBackend(RankBackend):
         )
         return hidden
 
-    def _score(self, batch: Inputs, hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, float32 [n], on every rank of the last stage."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() > 1:
-            # Backwards, what each rank's part of the vocabulary owes is summed and cut again.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+    def _score(self, batch: Inputs, hidden: Tensor, model: StageModel) -> tuple[Tensor, Tensor]:
+        """Scores and entropies, float32 [n], on every rank of the last stage."""
         part = self._part(batch.filled(self._world.layout.row_multiple))
         place = np.full(sum(segment.length for segment in part.segments), -1)
         place[part.tokens] = np.arange(part.tokens.size)
         rows = place[batch.rows]
         here = rows >= 0
         tokens = here[batch.predictions]
-        scores = token_scores(
-            hidden[:, 0][self._tensor(rows[here])],
-            head,
+        scores = model.score(
+            hidden,
+            self._tensor(rows[here]),
             self._tensor(batch.temperatures[here]),
             self._tensor((np.cumsum(here) - 1)[batch.predictions[tokens]]),
             self._tensor(batch.targets[tokens]),
-            group if group.size() > 1 else None,
         )
         ranks = parallel_state.get_context_parallel_group()
         if ranks.size() == 1:
@@ -305,17 +302,18 @@ class MegatronBackend(RankBackend):
 
 
 def _join_groups(world: World) -> Exchange:
-    """All ranks call it together, once a process."""
+    """All ranks call it together; a process' models share Megatron's groups."""
     layout = world.layout
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
-    )
-    if world.device.type == "cuda":
-        tensor_parallel.model_parallel_cuda_manual_seed(0)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=1,
+        )
+        if world.device.type == "cuda":
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
     scoring = dist.new_group(list(range(world.leader, world.size)))
     return Exchange(parallel_state.get_data_parallel_group(), scoring, world.leader)
 

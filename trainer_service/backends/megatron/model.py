@@ -1,12 +1,13 @@
-"""The model: Megatron's transformer block between an embedding and a head that is never applied.
+"""The models: Megatron's transformer block between an embedding and a head.
 
-A stage's forward pass goes from token ids (or the previous stage's output) to hidden states; scores
-are computed from the last stage's. What must hold: it computes what the Hugging Face model of the
-same configuration does.
+A stage's forward pass goes from token ids (or the previous stage's output) to hidden states; the
+last stage makes scores of its own. What must hold: they are those of the Hugging Face model of the
+same configuration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
@@ -33,8 +37,9 @@ from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from trainer_service.backends.layout import Layout, ModelShape
 from trainer_service.backends.megatron.gradients import gather_tokens, look_up
-from trainer_service.backends.megatron.names import Heads
+from trainer_service.backends.megatron.names import VALUE_BIAS, VALUE_WEIGHT, Heads
 from trainer_service.backends.packed_attention import attend
+from trainer_service.backends.token_scores import token_scores
 from trainer_service.packed import Segment
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -42,16 +47,23 @@ ROPE_TYPES = ("default", "linear", "llama3")
 """Those whose angles depend on the position alone."""
 
 
-class PolicyModel(LanguageModule):
-    """One pipeline stage. Attributes that Megatron's schedules and gradient sums read have its
-    names: pre_process, post_process, share_embeddings_and_output_weights, model_type."""
+class StageModel(LanguageModule):
+    """One pipeline stage of a model without its head. Attributes that Megatron's schedules and
+    gradient sums read have its names: pre_process, post_process,
+    share_embeddings_and_output_weights, model_type."""
 
-    def __init__(self, config: TransformerConfig, hf: PretrainedConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, hf: PretrainedConfig, *, tied: bool = False
+    ) -> None:
+        """
+        Args:
+            tied: The head's weight is the embedding's.
+        """
         super().__init__(config=config)
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = parallel_state.is_pipeline_first_stage()
         self.post_process = parallel_state.is_pipeline_last_stage()
-        self.share_embeddings_and_output_weights = bool(hf.tie_word_embeddings)
+        self.share_embeddings_and_output_weights = tied
         self.rotary = _rotary(hf).to(torch.cuda.current_device())
         if self.pre_process:
             self.embedding = Embedding(config, hf.vocab_size)
@@ -62,29 +74,16 @@ class PolicyModel(LanguageModule):
             pre_process=self.pre_process,
             post_process=self.post_process,
         )
-        if self.post_process and not (self.pre_process and hf.tie_word_embeddings):
-            self.head = Head(config, hf.vocab_size)
-        if hf.tie_word_embeddings and self.pre_process != self.post_process:
-            # Two copies: Megatron adds their gradients up, and gives each a bucket of its own.
-            tied: Any = self.shared_embedding_or_output_weight()
-            tied.shared_embedding = True
 
     @property
     def first_layer(self) -> int:
         """Index in the whole model."""
         return int(self.decoder.layers[0].layer_number) - 1
 
-    def shared_embedding_or_output_weight(self) -> nn.Parameter:
-        """The embedding's weight on the first stage, the head's on the last."""
-        owner = self.embedding if self.pre_process else self.head
-        weight: nn.Parameter = owner.weight
-        return weight
-
-    @property
-    def head_weight(self) -> nn.Parameter:
-        """[vocabulary / tp, hidden], on the last stage."""
-        weight: nn.Parameter = self.head.weight if hasattr(self, "head") else self.embedding.weight
-        return weight
+    @staticmethod
+    def new_tensors(hf: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
+        """Hugging Face names and shapes of what a model directory may lack, and is 0 then."""
+        return {}
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         """The previous stage's output; the schedule calls it before each forward pass."""
@@ -106,6 +105,101 @@ class PolicyModel(LanguageModule):
             rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, None, None],
         )
         return out
+
+    def score(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        temperatures: Tensor,
+        predictions: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and entropies, float32 [n], on the last stage; on its tensor-parallel ranks alike.
+
+        Args:
+            hidden: What `forward` gave.
+            rows: int64 [r], the positions in s that predict something.
+            temperatures: float32 [r].
+            predictions: int64 [n], which of the r rows predicts each target.
+            targets: int64 [n].
+        """
+        raise NotImplementedError
+
+
+class PolicyModel(StageModel):
+    """Its scores are log-probabilities."""
+
+    def __init__(self, config: TransformerConfig, hf: PretrainedConfig) -> None:
+        tied = bool(hf.tie_word_embeddings)
+        super().__init__(config, hf, tied=tied)
+        if self.post_process and not (self.pre_process and tied):
+            self.head = Head(config, hf.vocab_size)
+        if tied and self.pre_process != self.post_process:
+            # Two copies: Megatron adds their gradients up, and gives each a bucket of its own.
+            weight: Any = self.shared_embedding_or_output_weight()
+            weight.shared_embedding = True
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter:
+        """The embedding's weight on the first stage, the head's on the last."""
+        owner = self.embedding if self.pre_process else self.head
+        weight: nn.Parameter = owner.weight
+        return weight
+
+    def score(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        temperatures: Tensor,
+        predictions: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        head = self.head if hasattr(self, "head") else self.embedding
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() == 1:
+            return token_scores(hidden[rows, 0], head.weight, temperatures, predictions, targets)
+        # Backwards, what each rank's part of the vocabulary owes is summed and cut again.
+        whole = gather_from_sequence_parallel_region(hidden)[rows, 0]
+        return token_scores(whole, head.weight, temperatures, predictions, targets, group)
+
+
+class ValueModel(StageModel):
+    """A critic. Its scores are values of the states before each target, its entropies 0."""
+
+    def __init__(self, config: TransformerConfig, hf: PretrainedConfig) -> None:
+        super().__init__(config, hf)
+        if self.post_process:
+            self.value = ValueHead(config)
+
+    @staticmethod
+    def new_tensors(hf: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
+        return {VALUE_WEIGHT: (1, int(hf.hidden_size)), VALUE_BIAS: (1,)}
+
+    def score(
+        self,
+        hidden: Tensor,
+        rows: Tensor,
+        temperatures: Tensor,
+        predictions: Tensor,
+        targets: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        values: Tensor = self.value(hidden)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            # All ranks go on with all values alike: each takes its own back.
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        own = values[rows, 0, 0].float()[predictions]
+        return own, torch.zeros_like(own)
+
+
+class ValueHead(nn.Linear):
+    """From each hidden state to one number. The same on all tensor-parallel ranks, each of which
+    has a part of the sequence: their gradients are summed."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype, device=device)
+        for parameter in self.parameters():
+            marked: Any = parameter
+            marked.sequence_parallel = config.sequence_parallel
 
 
 class Head(nn.Module):
@@ -148,7 +242,7 @@ class PackedAttention(MegatronModule):
         Args:
             query: float [s, 1, heads, d].
             key, value: float [s, 1, key heads, d].
-            attention_mask: The segments, as `PolicyModel.forward` has them.
+            attention_mask: The segments, as `StageModel.forward` has them.
 
         Returns:
             float [s, 1, heads * d].

@@ -6,7 +6,7 @@ Megatron joins what is multiplied with the same input, and cuts it over tensor-p
     linear_fc1   on each rank its part of gate_proj, then its part of up_proj
     experts      one parameter each; Hugging Face stacks a layer's experts in one tensor
 
-Llama, Qwen2, Qwen3 and Qwen3-MoE.
+Llama, Qwen2, Qwen3 and Qwen3-MoE; critics are named as transformers' token classifiers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from leeway.errors import ConfigError
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+VALUE_WEIGHT = "score.weight"
+VALUE_BIAS = "score.bias"
 
 
 class Join(Enum):
@@ -84,6 +86,8 @@ _OUTSIDE = {
     "embedding.weight": Source(Join.ROWS, (EMBEDDING,)),
     "decoder.final_layernorm.weight": Source(Join.COPY, ("model.norm.weight",)),
     "head.weight": Source(Join.ROWS, (HEAD,)),
+    "value.weight": Source(Join.COPY, (VALUE_WEIGHT,)),
+    "value.bias": Source(Join.COPY, (VALUE_BIAS,)),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc([12])\.weight")

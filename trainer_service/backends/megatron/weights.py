@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from trainer_service.backends.megatron import names
-from trainer_service.backends.megatron.model import PolicyModel
+from trainer_service.backends.megatron.model import StageModel
 from trainer_service.backends.megatron.pieces import Pieces
 from trainer_service.backends.world import World
 
@@ -34,9 +34,7 @@ class NamedWeights:
         decayed: Those that are matrices.
     """
 
-    def __init__(
-        self, model: PolicyModel, pieces: Pieces, heads: names.Heads, world: World
-    ) -> None:
+    def __init__(self, model: StageModel, pieces: Pieces, heads: names.Heads, world: World) -> None:
         """All ranks construct it together.
 
         Raises:
