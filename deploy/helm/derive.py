@@ -254,6 +254,11 @@ def trainer_cluster() -> dict[str, Schema]:
         "trainer": section(
             "The trainer.",
             pods=whole("Machines.", 1),
+            minPods=whole(
+                "With so many training goes on when others are lost, as far as run.trainer.layout "
+                "allows; 0: it waits for all.",
+                0,
+            ),
             processes=whole("Processes of a pod, most often one a GPU.", 1),
             leaderWorkerSet=flag("A LeaderWorkerSet instead of a StatefulSet."),
             storage=storage(

@@ -117,6 +117,12 @@ def test_a_wrong_value_is_refused_by_name(side: str, assignment: str, major: str
     ("side", "sets", "message"),
     [
         ("trainer", ["trainer.pods=2"], "accessMode to ReadWriteMany"),
+        ("trainer", ["trainer.minPods=2"], "trainer.minPods > trainer.pods"),
+        (
+            "trainer",
+            ["trainer.minPods=1", "trainer.leaderWorkerSet=true"],
+            "trainer.leaderWorkerSet to false",
+        ),
         ("trainer", ['security.certificates="existing"'], "security.secrets."),
         ("trainer", ['security.certificates="cert-manager"'], "security.issuer.name"),
         ("trainer", ["endpoint.gateway.enabled=true"], "endpoint.gateway.hosts.queue"),

@@ -36,8 +36,8 @@ def test_what_is_not_named_follows(text: str, world: int, expected: Layout) -> N
         ("tp=2,tp=2", 4, "tp=2' is not NAME=RANKS"),
         ("tp=0", 1, "'tp=0' is not"),
         ("fsdp=2", 2, "use each of tp, pp, dp, cp, ep"),
-        ("tp=2,pp=2,dp=2", 4, "= 8, but the trainer has 4 ranks; start so many"),
-        ("tp=3", 4, "= 3, but the trainer has 4 ranks"),
+        ("tp=2,pp=2,dp=2", 4, "= 8, but the trainer has 4 ranks; .* leave dp out: it follows"),
+        ("tp=3", 4, "= 3, but the trainer has 4 ranks; start a multiple of 3"),
         ("ep=3", 4, "ep = 3 does not divide tp [*] cp [*] dp = 4"),
     ],
 )
@@ -45,6 +45,22 @@ def test_what_is_no_layout_is_refused(text: str, world: int, message: str) -> No
     with pytest.raises(ConfigError, match=message) as caught:
         Layout.parse(text, world)
     assert f"trainer.layout = {text!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("", [2, 4, 6, 8]),
+        ("tp=2", [2, 4, 6, 8]),
+        ("tp=2,pp=2", [4, 8]),
+        ("dp=6", [6]),
+        ("tp=2,ep=4", [4, 8]),
+    ],
+)
+def test_a_layout_says_with_how_many_hosts_of_two_ranks_it_goes_on(
+    text: str, ranks: list[int]
+) -> None:
+    assert Layout.allowed(text, step=2, most=8) == ranks
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ with its remedy rather than in a collective that never returns.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from leeway.errors import ConfigError
@@ -68,10 +69,13 @@ class Layout:
         of_a_replica = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
         sizes.setdefault("dp", max(1, world // of_a_replica))
         layout = cls(**sizes)
-        if of_a_replica * layout.dp != world:
+        if layout.world != world:
+            remedy = f"start a multiple of {of_a_replica} with torchrun, or change a factor"
+            if "dp=" in text:
+                remedy = "start so many with torchrun, or leave dp out: it follows from the ranks"
             raise ConfigError(
-                f"{field}: tp * pp * cp * dp = {of_a_replica * layout.dp}, but the trainer has "
-                f"{world} ranks; start so many with torchrun --nproc-per-node, or change a factor"
+                f"{field}: tp * pp * cp * dp = {layout.world}, but the trainer has {world} ranks; "
+                f"{remedy}"
             )
         stage = layout.tp * layout.cp * layout.dp
         if stage % layout.ep:
@@ -79,6 +83,16 @@ class Layout:
                 f"{field}: ep = {layout.ep} does not divide tp * cp * dp = {stage}; use a divisor"
             )
         return layout
+
+    @classmethod
+    def allowed(cls, text: str, step: int, most: int) -> list[int]:
+        """Of `step`, 2 * `step`, ..., `most` ranks those of which the line is a layout: with how
+        many a trainer goes on that loses hosts of `step` ranks."""
+        found = []
+        for world in range(step, most + 1, step):
+            with suppress(ConfigError):
+                found.append(cls.parse(text, world).world)
+        return found
 
     @property
     def world(self) -> int:

@@ -75,11 +75,8 @@ class World:
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """One rank of a host after the other, for what takes a whole model's memory."""
-        local, ranks = (
-            int(os.environ.get(f"LOCAL_{n}", d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
-        )
-        for turn in range(ranks):
-            if turn == local:
+        for turn in range(ranks_of_a_host()):
+            if turn == int(os.environ.get("LOCAL_RANK", "0")):
                 yield
             dist.barrier(group=self.control)
 
@@ -87,6 +84,11 @@ class World:
 def ranks() -> int:
     """How many torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_of_a_host() -> int:
+    """How many torchrun started on this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

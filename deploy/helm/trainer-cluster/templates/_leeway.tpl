@@ -168,7 +168,7 @@ livenessProbe:
   httpGet: {path: /livez, port: metrics}
   periodSeconds: 10
   timeoutSeconds: 5
-  failureThreshold: 3
+  failureThreshold: {{ default 3 .silentChecks }}
 {{- end }}
 
 {{/* Volumes and mounts that every process has. */}}

@@ -2,9 +2,16 @@
 {{- define "trainer-cluster.trainer-pod" -}}
 {{- $at := dict "root" $ "component" "trainer" -}}
 {{- $name := include "leeway.name" . -}}
-{{- $many := gt (mul .Values.trainer.pods .Values.trainer.processes) 1 -}}
+{{- $many := or (gt (mul .Values.trainer.pods .Values.trainer.processes) 1) (gt (int .Values.trainer.minPods) 0) -}}
 {{- if and (gt (int .Values.trainer.pods) 1) (eq .Values.trainer.storage.accessMode "ReadWriteOnce") -}}
 {{- fail "trainer.pods > 1: all pods write into one directory of checkpoints; set trainer.storage.accessMode to ReadWriteMany" -}}
+{{- end -}}
+{{- $elastic := gt (int .Values.trainer.minPods) 0 -}}
+{{- if gt (int .Values.trainer.minPods) (int .Values.trainer.pods) -}}
+{{- fail "trainer.minPods > trainer.pods: training would never begin; set it to at most trainer.pods" -}}
+{{- end -}}
+{{- if and $elastic .Values.trainer.leaderWorkerSet -}}
+{{- fail "trainer.minPods with trainer.leaderWorkerSet: a LeaderWorkerSet makes all its pods anew when one is lost; set trainer.leaderWorkerSet to false" -}}
 {{- end -}}
 metadata:
   labels:
@@ -26,9 +33,21 @@ spec:
       {{- if $many }}
       command: [torchrun]
       args:
-        - --nnodes={{ .Values.trainer.pods }}
         - --nproc-per-node={{ .Values.trainer.processes }}
         # The first pod leads: it alone talks to the queue, and serves the weights.
+        {{- if $elastic }}
+        - --nnodes={{ .Values.trainer.minPods }}:{{ .Values.trainer.pods }}
+        - --rdzv-backend=c10d
+        - --rdzv-endpoint={{ $name }}-trainer-0.{{ $name }}-trainer:29400
+        - --rdzv-id={{ $name }}
+        # A pod that is silent for 15 s is lost; those that are left wait for others for 10 s.
+        - --rdzv-conf=keep_alive_interval=5,keep_alive_max_attempt=3,last_call_timeout=10
+        # Pods are ranked by their addresses.
+        - --local-addr=$(POD_NAME).{{ $name }}-trainer
+        # Each lost pod is one.
+        - --max-restarts=1000
+        {{- else }}
+        - --nnodes={{ .Values.trainer.pods }}
         - --node-rank=$(POD_INDEX)
         {{- if .Values.trainer.leaderWorkerSet }}
         - --master-addr=$(LWS_LEADER_ADDRESS)
@@ -37,6 +56,7 @@ spec:
         {{- end }}
         - --master-port=29400
         - --max-restarts=3
+        {{- end }}
         - --module
         - leeway.cli
         - trainer
@@ -47,7 +67,15 @@ spec:
       args: [trainer, /leeway/config/run.yaml, --stay]
       {{- end }}
       env:
-        {{- if $many }}
+        {{- if $elastic }}
+        - name: POD_NAME
+          valueFrom:
+            fieldRef:
+              fieldPath: metadata.name
+        # Otherwise torchrun's agents that stay do not say again where ranks meet.
+        - name: TORCH_DISABLE_SHARE_RDZV_TCP_STORE
+          value: "1"
+        {{- else if $many }}
         - name: POD_INDEX
           valueFrom:
             fieldRef:
@@ -65,7 +93,8 @@ spec:
         {{- if $many }}
         - {name: rendezvous, containerPort: 29400, protocol: TCP}
         {{- end }}
-      {{- include "leeway.probes" .Values.trainer | nindent 6 }}
+      {{- /* While pods meet anew, nobody answers. */}}
+      {{- include "leeway.probes" (merge (dict "silentChecks" (ternary 12 3 $elastic)) .Values.trainer) | nindent 6 }}
       resources:
         {{- include "leeway.gpu-resources" .Values.trainer | nindent 8 }}
       securityContext:
