@@ -26,6 +26,7 @@ import yaml
 
 from leeway.deploy.credentials import Parts, make, utc_now
 from leeway.local import free_addresses
+from leeway.process import LIFELINE
 from leeway.trajectory import Group
 from leeway.v1 import trajectory_pb2
 from tests import tiny
@@ -58,7 +59,7 @@ class Started:
         command, environment = self.commands[name]
         with self.log(name).open("ab") as log:
             self.running[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment
             )
 
     def kill(self, name: str) -> None:
@@ -172,6 +173,8 @@ def _prepare(made: Started) -> None:
         variables = {
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            # They end with the tests, however those end.
+            LIFELINE: "1",
             "PATH": os.environ["PATH"],
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             **{key: here(value, component) for key, value in environment.items()},
