@@ -57,10 +57,11 @@ class Run:
         self.config.write_text(json.dumps(settings))
         self.overrides = overrides
         self.output = directory / "output.txt"
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, *overrides: str) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",
@@ -74,6 +75,14 @@ class Run:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)},
             )
+        self._processes.append(process)
+        return process
+
+    def end(self) -> None:
+        """Kills what a failed test left; the children see it, and end."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     @property
     def temporary(self) -> Path:
@@ -118,7 +127,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> Iterator[Run]:
-    yield Run(tmp_path, model)
+    made = Run(tmp_path, model)
+    yield made
+    made.end()
 
 
 @pytest.mark.slow
