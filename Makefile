@@ -28,11 +28,11 @@ lint: setup-dev protos-check ## Check style, types, protos and generated code
 
 test-sglang: setup-dev $(VENV)-sglang/.ready ## Pass the engine contract on a real SGLang server, on CPU
 	LEEWAY_SGLANG_PYTHON=$(CURDIR)/$(VENV)-sglang/bin/python \
-		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
+		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py tests/gateway/test_constraints.py
 
 test-vllm: setup-dev $(VENV)-vllm/.ready ## Pass the engine contract on a real vLLM server, on CPU
 	LEEWAY_VLLM_PYTHON=$(CURDIR)/$(VENV)-vllm/bin/python \
-		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py
+		$(BIN)/python -m pytest tests/rollout/test_engine_contract.py tests/gateway/test_constraints.py
 
 test-openenv: setup-dev $(VENV)-openenv/.ready ## Pass the OpenEnv adapter's tests on its real server
 	LEEWAY_OPENENV_PYTHON=$(CURDIR)/$(VENV)-openenv/bin/python \

@@ -54,6 +54,7 @@ class MemoryEngine:
         self.version = 0
         self.context_length = 128
         self.vocabulary_size = 64
+        self.takes_constraints = False
         # Version, tensors that changed, and how many of them came element by element.
         self.swaps: list[tuple[int, list[str], int]] = []
         self.breaks: Callable[[dict[str, Tensor]], None] = lambda weights: None

@@ -23,6 +23,7 @@ from leeway.errors import EngineError
 from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
 from leeway.versions import VersionSpan, expand, spans_of
+from rollout_service.engines.constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,8 @@ class GenerateRequest:
             same batch: each token's draw depends only on (seed, position).
         resume: A partial generation to be continued; its tokens count against max_new_tokens, and
             its log-probabilities and versions are kept as they are.
+        constraint: What the answer is held to; its log-probabilities are then those of the
+            constrained distribution, and no importance ratio can be made of them.
         on_tokens: Called in the event loop with further sampled ids, in order, while they come; the
             last ones may be in the generation only.
     """
@@ -44,6 +47,7 @@ class GenerateRequest:
     sampling: Sampling
     seed: int
     resume: Generation | None = None
+    constraint: Constraint | None = None
     on_tokens: Callable[[Int32Array], None] | None = None
 
 
@@ -84,14 +88,16 @@ class CanaryError(EngineError):
     """The engine's log-probabilities are not those of the weights it was given."""
 
 
-def check_request(request: GenerateRequest, context: int, vocabulary: int) -> None:
+def check_request(engine: Engine, request: GenerateRequest) -> None:
     """What every engine refuses.
 
     Raises:
-        EngineError: no room for an answer, ids that the model does not know, or nothing to resume.
+        EngineError: no room for an answer, ids that the model does not know, nothing to resume, or
+            a constraint that this engine cannot hold an answer to.
     """
+    context = engine.context_length
     name = f"request {request.request_id!r}: prompt"
-    check_tokens(name, request.prompt, context, vocabulary)
+    check_tokens(name, request.prompt, context, engine.vocabulary_size)
     if request.resume is None and request.prompt.size >= context:
         raise EngineError(
             f"{name} of {request.prompt.size} tokens leaves no room in the context of {context}; "
@@ -101,6 +107,22 @@ def check_request(request: GenerateRequest, context: int, vocabulary: int) -> No
         raise EngineError(
             f"request {request.request_id!r}: resume has ended "
             f"({request.resume.finish_reason.name}); resume unfinished generations only"
+        )
+    if request.constraint is not None:
+        _check_constraint(engine, request, request.constraint)
+
+
+def _check_constraint(engine: Engine, request: GenerateRequest, constraint: Constraint) -> None:
+    said = f"{constraint.field} = {constraint.text!r:.80}"
+    if not engine.takes_constraints:
+        raise EngineError(
+            f"{said}: this engine cannot constrain an answer; ask for the format in the prompt and "
+            "reward it, or use rollout.engine.kind sglang or vllm, its server started with a "
+            "tokenizer (without --skip-tokenizer-init) and a grammar backend"
+        )
+    if request.resume is not None:
+        raise EngineError(
+            f"{said}: no server goes on in the middle of a constrained answer; ask anew"
         )
 
 
@@ -201,6 +223,11 @@ class Engine(Protocol):
 
     @property
     def vocabulary_size(self) -> int: ...
+
+    @property
+    def takes_constraints(self) -> bool:
+        """Whether an answer can be held to a `Constraint`, of any kind."""
+        ...
 
     def check(self, request: GenerateRequest) -> None:
         """Raises `EngineError` when this engine cannot serve the request."""

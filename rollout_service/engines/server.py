@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from leeway.config import UpdateMode
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
 from rollout_service.engines.base import EngineLoad
+from rollout_service.engines.constraint import Constraint
 from rollout_service.engines.server_client import ServerClient
 from rollout_service.engines.stored_weights import Weights
 
@@ -24,6 +25,7 @@ class Ask:
         sampled: How many of them, at the end, were sampled before.
         limit: Further tokens, at most; `sampling.max_new_tokens` counts those before as well.
         salt: Prefixes are shared only between requests of the same salt.
+        constraint: Only where nothing was sampled before.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class Ask:
     sampling: Sampling
     seed: int
     salt: str
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +84,9 @@ class Server(Protocol[Staged]):
         """Raises `EngineError` for draws whose log-probabilities the server does not report."""
         ...
 
-    async def generate(self, ask: Ask, tell: Tell | None) -> Answer: ...
+    async def generate(self, ask: Ask, tell: Tell | None) -> Answer:
+        """Raises `EngineError` for a constraint that the server cannot follow."""
+        ...
 
     async def abort(self, request_id: str) -> None:
         """Its `generate` returns what it has, as UNFINISHED."""

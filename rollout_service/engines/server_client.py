@@ -75,12 +75,12 @@ class ServerClient:
             ) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode()
-                    raise self._refusal(path, response.status_code, text)
+                    raise self.refusal(path, response.status_code, text)
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         if "error" in event:
-                            raise self._refusal(path, 500, line)
+                            raise self.refusal(path, 500, line)
                         yield event
                     ended = ended or line == "data: [DONE]"
         except httpx.TransportError as error:
@@ -98,9 +98,9 @@ class ServerClient:
         except httpx.TransportError as error:
             raise InfrastructureError(f"{self.url}{path}: {error!r}") from error
         if response.status_code != 200:
-            raise self._refusal(path, response.status_code, response.text)
+            raise self.refusal(path, response.status_code, response.text)
         return response
 
-    def _refusal(self, path: str, status: int, text: str) -> EngineError | InfrastructureError:
+    def refusal(self, path: str, status: int, text: str) -> EngineError | InfrastructureError:
         message = f"{self.url}{path}: {status}: {text[:300]}"
         return InfrastructureError(message) if status >= 500 else EngineError(message)

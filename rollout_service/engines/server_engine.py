@@ -29,7 +29,7 @@ from transformers import AutoConfig
 from leeway.config import UpdateMode
 from leeway.errors import EngineError, InfrastructureError, LeewayError
 from leeway.manifests import Canary
-from leeway.trajectory import FinishReason
+from leeway.trajectory import FinishReason, Sampling
 from leeway.versions import VersionSpan, spans_of
 from rollout_service.engines.base import (
     ChangedElements,
@@ -42,6 +42,7 @@ from rollout_service.engines.base import (
     joined,
     prove,
 )
+from rollout_service.engines.constraint import Constraint, ConstraintKind
 from rollout_service.engines.server import Answer, Ask, Server, Tell
 from rollout_service.engines.stored_weights import load_weights
 
@@ -56,6 +57,7 @@ class ServerEngine:
         self._context = context
         self._vocabulary = vocabulary
         self._version = version
+        self._takes_constraints = False
         self._weights = load_weights(directory)
         self._names = {str(version): version}
         self._running: set[str] = set()
@@ -98,6 +100,7 @@ class ServerEngine:
         engine = cls(server, directory, min(context or longest, longest), model.vocab_size, 0)
         for name in await server.probe():
             engine._names.setdefault(name, engine._version)
+        engine._takes_constraints = await _follows_constraints(server)
         return engine
 
     @property
@@ -112,8 +115,12 @@ class ServerEngine:
     def vocabulary_size(self) -> int:
         return self._vocabulary
 
+    @property
+    def takes_constraints(self) -> bool:
+        return self._takes_constraints
+
     def check(self, request: GenerateRequest) -> None:
-        check_request(request, self._context, self._vocabulary)
+        check_request(self, request)
         self._server.check(request.sampling)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
@@ -255,6 +262,7 @@ class ServerEngine:
             sampling=request.sampling,
             seed=request.seed,
             salt=f"version-{self._version}",
+            constraint=request.constraint,
         )
         answer = await self._server.generate(ask, self._teller(request))
         generation = Generation(
@@ -312,3 +320,22 @@ class ServerEngine:
                     f"weight {name!r}: {update.dtype}{list(update.shape)}, the model has "
                     f"{held.dtype}{list(held.shape)}"
                 )
+
+
+async def _follows_constraints(server: Server[Any]) -> bool:
+    """Asked by one token: it takes a tokenizer and a grammar backend, which a server may lack."""
+    ask = Ask(
+        request_id="follows-constraints",
+        token_ids=np.array([1], dtype=np.int32),
+        sampled=0,
+        limit=1,
+        sampling=Sampling(temperature=0.0, max_new_tokens=1),
+        seed=0,
+        salt="follows-constraints",
+        constraint=Constraint(ConstraintKind.REGEX, "[0-9]+", "follows-constraints"),
+    )
+    try:
+        await server.generate(ask, None)
+    except EngineError:
+        return False
+    return True

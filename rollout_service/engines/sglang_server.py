@@ -19,6 +19,7 @@ from leeway.config import UpdateMode
 from leeway.errors import EngineError
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
 from rollout_service.engines.base import EngineLoad
+from rollout_service.engines.constraint import Constraint, ConstraintKind
 from rollout_service.engines.server import Answer, Ask, Tell
 from rollout_service.engines.server_client import ANSWER_SECONDS, ServerClient
 from rollout_service.engines.stored_weights import Weights, as_tensor
@@ -26,6 +27,11 @@ from rollout_service.engines.stored_weights import Weights, as_tensor
 _PAUSE_MODES = {UpdateMode.IN_PLACE: "in_place", UpdateMode.RECOMPUTE: "retract"}
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0.0}
+_CONSTRAINTS = {
+    ConstraintKind.JSON_SCHEMA: "json_schema",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "ebnf",
+}
 
 
 class SglangServer:
@@ -74,6 +80,7 @@ class SglangServer:
                 "max_new_tokens": ask.limit,
                 "temperature": ask.sampling.temperature,
                 "sampling_seed": ask.seed & 0x7FFFFFFF,
+                **_held_to(ask.constraint),
             },
             "return_logprob": True,
             "extra_key": ask.salt,
@@ -150,8 +157,16 @@ class SglangServer:
         told = 0
         answer: dict[str, Any] = {}
         async for answer in self.client.stream("/generate", body):
+            finish = answer["meta_info"].get("finish_reason") or {}
+            if finish.get("status_code") is not None:
+                # What it would refuse with that status, were it not a stream.
+                raise self.client.refusal("/generate", finish["status_code"], finish["message"])
             ids = answer["output_ids"]
-            if answer["meta_info"].get("finish_reason") is None and len(ids) > told:
+            if not finish and len(ids) > told:
                 await tell(ids[told:])
                 told = len(ids)
         return answer
+
+
+def _held_to(constraint: Constraint | None) -> dict[str, str]:
+    return {} if constraint is None else {_CONSTRAINTS[constraint.kind]: constraint.text}

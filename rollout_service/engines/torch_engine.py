@@ -162,7 +162,7 @@ class TorchEngine:
         return self._model.vocabulary_size
 
     def check(self, request: GenerateRequest) -> None:
-        check_request(request, self.context_length, self.vocabulary_size)
+        check_request(self, request)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Generation]:
         """Queues at the call itself, not when first iterated.

@@ -24,6 +24,7 @@ from leeway.config import UpdateMode
 from leeway.errors import EngineError, InfrastructureError
 from leeway.trajectory import FinishReason, Float32Array, Int32Array, Sampling
 from rollout_service.engines.base import EngineLoad
+from rollout_service.engines.constraint import Constraint, ConstraintKind
 from rollout_service.engines.server import Answer, Ask, Tell
 from rollout_service.engines.server_client import ANSWER_SECONDS, ServerClient
 from rollout_service.engines.stored_weights import Weights, as_tensor
@@ -32,6 +33,11 @@ _GENERATE = "/inference/v1/generate"
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 # What the server says where it has no number: log-probabilities below are never sampled.
 _NO_LOGPROB = -9999.0
+_CONSTRAINTS = {
+    ConstraintKind.JSON_SCHEMA: "json",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "grammar",
+}
 _FLAGS = (
     "start vLLM 0.32 or newer with --enable-scale-out --logprobs-mode processed_logprobs, and "
     "VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -91,6 +97,7 @@ class VllmServer:
                 "logprobs": 0,
                 "stop_token_ids": self._stop_tokens,
                 "detokenize": False,
+                **_held_to(ask.constraint),
             },
             "cache_salt": ask.salt,
         }
@@ -193,3 +200,9 @@ class VllmServer:
 def _logprobs(choice: Mapping[str, Any]) -> list[float]:
     content = (choice.get("logprobs") or {}).get("content") or []
     return [entry["logprob"] for entry in content]
+
+
+def _held_to(constraint: Constraint | None) -> dict[str, Any]:
+    if constraint is None:
+        return {}
+    return {"structured_outputs": {_CONSTRAINTS[constraint.kind]: constraint.text}}

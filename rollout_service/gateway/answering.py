@@ -27,6 +27,10 @@ from rollout_service.gateway.sessions import Call, Session, hash_seed
 from rollout_service.prompts import Renderer
 
 ANSWERS = Counter("leeway_gateway_answers_total", "Answers that sessions asked for", ["outcome"])
+_CONSTRAINED = Counter(
+    "leeway_gateway_constrained_tokens_total",
+    "Tokens sampled under a constraint: kept as context, never trained",
+)
 
 # An answer takes seconds: soon enough that a client loses little, late enough to calm a burst.
 _RETRY_SECONDS = 1.0
@@ -112,6 +116,7 @@ class Gateway:
                 prompt=prompt,
                 sampling=sampling,
                 seed=seed if one.index == 0 else hash_seed(seed, one.index),
+                constraint=ask.constraint,
                 on_tokens=one.take if ask.stream or ask.stop else None,
             )
             for name, one in live.items()
@@ -128,6 +133,9 @@ class Gateway:
         choices = []
         for one in live.values():
             answer = one.answer(placed.parent, placed.context)
+            if ask.constraint is not None:
+                answer.constrained = True
+                _CONSTRAINED.inc(answer.token_ids.size)
             choice = one.choice(answer, ask)
             answer.history = placed.history.answered(choice.message, one.stop_id)
             session.conversation.add(answer)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from leeway.errors import DataError
+from rollout_service.gateway.constraints import parse_constraint
 from rollout_service.gateway.messages import (
     Message,
     Tool,
@@ -20,7 +21,6 @@ from rollout_service.gateway.requests import (
     Choice,
     Completion,
     optional,
-    refuse_constraints,
     refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
@@ -30,7 +30,6 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 def parse(body: Mapping[str, Any]) -> Ask:
     """Raises `DataError` naming the field that cannot be served."""
-    refuse_constraints(body)
     messages: list[Message] = []
     if body.get("system"):
         messages.append({"role": "system", "content": plain_text(body["system"])})
@@ -44,6 +43,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         parallel_tool_calls=not choice.get("disable_parallel_tool_use", False),
         max_tokens=optional(body, "max_tokens", int),
         stop=tuple(body.get("stop_sequences") or ()),
+        constraint=parse_constraint(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
     )

@@ -8,7 +8,8 @@ What must hold:
 - Every id that may be trained is one that the engine sampled, and is trained once: of an answer's
   continuations the first goes on in its sequence, every other begins a new one, in which what they
   have in common is context.
-- The loss mask says where an id came from, and nothing else.
+- The loss mask says where an id came from, and nothing else: it is true of what the policy itself
+  sampled. A constrained answer is drawn from another distribution, so that it is context.
 - An answer that the client never received is in no sequence.
 """
 
@@ -39,6 +40,7 @@ class Answer:
         history: What a request must begin with to continue this answer; opaque here.
         delivered: The client has it. Continuing an answer proves that it was delivered.
         reward: Of this turn.
+        constrained: It was held to a constraint.
     """
 
     answer_id: str
@@ -52,6 +54,7 @@ class Answer:
     history: object = None
     delivered: bool = False
     reward: float | None = None
+    constrained: bool = False
 
     def path(self) -> list[Answer]:
         """From the conversation's first answer to this one."""
@@ -199,10 +202,6 @@ def _parts(branch: Sequence[Answer]) -> Iterator[_Part]:
         )
         rewards = np.zeros(answer.token_ids.size, dtype=np.float32)
         rewards[-1] = answer.reward or 0.0
-        yield _Part(
-            answer.token_ids,
-            answer.logprobs,
-            np.ones(answer.token_ids.size, dtype=np.bool_),
-            versions,
-            rewards,
-        )
+        own = np.full(answer.token_ids.size, not answer.constrained)
+        logprobs = np.where(own, answer.logprobs, np.float32(0.0))
+        yield _Part(answer.token_ids, logprobs, own, versions, rewards)

@@ -8,13 +8,13 @@ from typing import Any
 
 from leeway.errors import DataError
 from rollout_service.answers import AnswerFormat, token_texts
+from rollout_service.gateway.constraints import parse_constraint
 from rollout_service.gateway.messages import Tool, canonical_message, function_tool
 from rollout_service.gateway.requests import (
     Ask,
     Choice,
     Completion,
     optional,
-    refuse_constraints,
     refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
@@ -25,7 +25,6 @@ def parse(body: Mapping[str, Any]) -> Ask:
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise DataError(f"messages = {messages!r:.80}: send a list of messages")
-    refuse_constraints(body)
     stop = body.get("stop") or ()
     parallel = optional(body, "parallel_tool_calls", bool)
     return Ask(
@@ -40,6 +39,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         seed=optional(body, "seed", int),
         logprobs=bool(body.get("logprobs")),
         token_ids=bool(body.get("return_token_ids")),
+        constraint=parse_constraint(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
     )

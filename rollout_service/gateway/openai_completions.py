@@ -8,14 +8,14 @@ from typing import Any
 
 from leeway.errors import DataError
 from rollout_service.answers import AnswerFormat, token_texts
+from rollout_service.gateway.constraints import parse_constraint
 from rollout_service.gateway.openai_chat import event, usage
-from rollout_service.gateway.requests import Ask, Choice, Completion, optional, refuse_constraints
+from rollout_service.gateway.requests import Ask, Choice, Completion, optional
 from rollout_service.gateway.sessions import Call
 
 
 def parse(body: Mapping[str, Any]) -> Ask:
     """Raises `DataError` naming the field that cannot be served."""
-    refuse_constraints(body)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -31,6 +31,7 @@ def parse(body: Mapping[str, Any]) -> Ask:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=optional(body, "seed", int),
         logprobs=body.get("logprobs") is not None,
+        constraint=parse_constraint(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
     )

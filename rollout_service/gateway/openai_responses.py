@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from leeway.errors import DataError
+from rollout_service.gateway.constraints import parse_constraint
 from rollout_service.gateway.messages import (
     Message,
     Tool,
@@ -21,7 +22,6 @@ from rollout_service.gateway.requests import (
     Ask,
     Completion,
     optional,
-    refuse_constraints,
     refuse_forced_tools,
 )
 from rollout_service.gateway.sessions import Call
@@ -34,7 +34,6 @@ def parse(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> Ask:
     Raises:
         DataError: naming the field that cannot be served.
     """
-    refuse_constraints(body)
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": plain_text(body["instructions"])})
@@ -50,6 +49,7 @@ def parse(body: Mapping[str, Any], earlier: Sequence[Message] = ()) -> Ask:
         calls_tools=refuse_forced_tools(body.get("tool_choice")),
         parallel_tool_calls=optional(body, "parallel_tool_calls", bool) is not False,
         max_tokens=optional(body, "max_output_tokens", int),
+        constraint=parse_constraint(body),
         model=str(body.get("model", "")),
         stream=bool(body.get("stream")),
     )

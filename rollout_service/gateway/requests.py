@@ -11,18 +11,9 @@ from typing import Any
 
 from leeway.errors import DataError, LeewayError
 from leeway.trajectory import Int32Array
+from rollout_service.engines.constraint import Constraint
 from rollout_service.gateway.conversation import Answer
 from rollout_service.gateway.messages import Message, Tool
-
-_CONSTRAINTS = (
-    # OpenAI, Anthropic.
-    *("response_format", "text.format", "logit_bias", "output_format", "output_config.format"),
-    # vLLM.
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-    # SGLang, llama.cpp.
-    *("json_schema", "regex", "ebnf", "structural_tag", "grammar"),
-)
-"""Fields that constrain an answer."""
 
 
 class OverBudgetError(LeewayError):
@@ -49,6 +40,7 @@ class Ask:
         seed: Asking the same of the same weights with the same seed gives the same ids.
         logprobs: The client wants each token's log-probability.
         token_ids: It wants the ids (vLLM's and SGLang's extension).
+        constraint: What the answers are held to; then they are context, and not trained.
     """
 
     messages: tuple[Message, ...] = ()
@@ -62,6 +54,7 @@ class Ask:
     seed: int | None = None
     logprobs: bool = False
     token_ids: bool = False
+    constraint: Constraint | None = None
     model: str = ""
     stream: bool = False
 
@@ -72,6 +65,11 @@ class Ask:
             raise DataError(f"max_tokens = {self.max_tokens}: ask for at least one token")
         if not self.messages and not self.prompt:
             raise DataError("messages: give at least one message")
+        if self.constraint is not None and self.tools and self.calls_tools:
+            raise self.constraint.fault(
+                "an answer that follows it cannot call a tool; ask with tool_choice none, or "
+                "without tools"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,21 +139,3 @@ def refuse_forced_tools(choice: Any) -> bool:
         f"tool_choice = {choice!r:.80}: the policy itself decides what it calls, since a forced "
         "token has no log-probability to learn from; use auto or none"
     )
-
-
-def refuse_constraints(body: Mapping[str, Any]) -> None:
-    """Refuses what would narrow the distribution that tokens are drawn from, in any dialect.
-
-    Raises:
-        DataError: naming the field.
-    """
-    for path in _CONSTRAINTS:
-        value: Any = body
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if not value or (isinstance(value, Mapping) and value.get("type") == "text"):
-            continue
-        raise DataError(
-            f"{path} = {value!r:.80}: a constrained distribution is not the policy's own, so that "
-            "every importance ratio would be wrong; ask for the format in the prompt, and reward it"
-        )

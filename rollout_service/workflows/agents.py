@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
-from leeway.errors import DeadlineError, LeewayError
-from leeway.trajectory import Trajectory
+from leeway.errors import DataError, DeadlineError, LeewayError
+from leeway.trajectory import Purpose, Trajectory
 from rollout_service.gateway.answering import Gateway
 from rollout_service.gateway.sessions import Session
 from rollout_service.workflows.base import (
@@ -107,10 +107,15 @@ class Agents:
 
     def _trajectory(self, sample: Sample, session: Session) -> Trajectory:
         """Raises:
-        DataError: the model was never asked.
+        DataError: the model was never asked, or nothing that it said can be trained.
         RewardError: nobody rated the session.
         """
         sampled = session.conversation.sampled()
+        if sample.task.purpose is Purpose.TRAIN and not sampled.loss_mask.any():
+            raise DataError(
+                "all answers of the session were constrained, so that nothing can be trained: "
+                "leave at least one free (docs/gateway.md)"
+            )
         score, reward = session.worth()
         rated = sampled.turn_rewards.any()
         return Trajectory(

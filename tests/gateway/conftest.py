@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from leeway.trajectory import Sampling, Task
 from rollout_service.answers import AnswerFormat
+from rollout_service.engines.base import Engine
 from rollout_service.engines.torch_engine import TorchEngine
 from rollout_service.gateway.answering import Gateway
 from rollout_service.gateway.server import build_app, serve
@@ -30,7 +31,7 @@ class Served:
     """
 
     gateway: Gateway
-    engine: TorchEngine
+    engine: Engine
     url: str
     offered: list[tuple[Session, Task, int]]
 

@@ -42,6 +42,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
                 seconds=1.0,
                 delivered=draw(st.booleans()),
                 reward=draw(st.none() | st.integers(-3, 3).map(float)),
+                constrained=draw(st.booleans()),
             )
         )
     return conversation
@@ -61,11 +62,15 @@ def test_what_was_delivered_is_trained_once_and_where_it_was_sampled(
     starts = [0, *sampled.branch_starts, sampled.token_ids.size]
     branches = [sampled.token_ids[a:b] for a, b in pairwise(starts)]
     trained = sampled.token_ids[sampled.prompt_length :][sampled.loss_mask]
+    own = [answer for answer in delivered if not answer.constrained]
     assert sorted(trained.tolist()) == sorted(
-        np.concatenate([answer.token_ids for answer in delivered]).tolist()
+        token for answer in own for token in answer.token_ids.tolist()
+    )
+    assert set(sampled.token_ids.tolist()).issuperset(
+        token for answer in delivered for token in answer.token_ids.tolist()
     )
     # Wherever an answer is trained, its whole conversation is before it, and nothing else.
-    for answer in delivered:
+    for answer in own:
         last = int(answer.token_ids[-1])
         place = int(
             np.flatnonzero(
@@ -78,7 +83,7 @@ def test_what_was_delivered_is_trained_once_and_where_it_was_sampled(
         assert upto.tolist() == answer.sequence().tolist()
     # Log-probabilities, versions and rewards lie at their tokens; masked ones carry none.
     everywhere = expand(sampled.versions)
-    for answer in delivered:
+    for answer in own:
         for offset, (token, version) in enumerate(
             zip(answer.token_ids, expand(answer.versions), strict=True)
         ):

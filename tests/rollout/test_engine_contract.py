@@ -1,16 +1,14 @@
-"""One contract, every engine: torch, and a real SGLang and a real vLLM server where
-LEEWAY_SGLANG_PYTHON and LEEWAY_VLLM_PYTHON name their Python.
+"""One contract, every engine: torch, and real SGLang and vLLM servers (servers.py).
 
-`make test-sglang` and `make test-vllm` set such servers up. Greedy where tokens are compared, since
-some servers ignore seeds.
+Greedy where tokens are compared, since some servers ignore seeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
+import json
+import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from leeway.config import Config, UpdateMode
 from leeway.errors import EngineError, InfrastructureError
 from leeway.manifests import Canary
 from leeway.trajectory import FinishReason, Sampling
-from leeway.versions import expand
+from leeway.versions import expand, spans_of
 from rollout_service.engines.base import (
     CanaryError,
     ChangedElements,
@@ -31,47 +29,32 @@ from rollout_service.engines.base import (
     Generation,
 )
 from rollout_service.engines.choose import open_engine
-from rollout_service.engines.server import Server
+from rollout_service.engines.constraint import Constraint, ConstraintKind
 from rollout_service.engines.server_engine import ServerEngine
-from rollout_service.engines.server_process import server_process
 from rollout_service.engines.sglang_server import SglangServer
 from rollout_service.engines.torch_engine import TorchEngine
 from rollout_service.engines.vllm_server import VllmServer
+from tests.rollout.servers import (
+    KINDS,
+    SERVERS,
+    VLLM,
+    WITHOUT_TOKENIZER,
+    connected,
+    needs_vllm,
+)
 from tests.rollout.tiny_models import (
     CONTEXT,
     EOS,
     VOCABULARY,
     plain_logprobs,
     save_tiny_model,
+    tokenizer,
     weights_of,
 )
 
-SGLANG_PYTHON = os.environ.get("LEEWAY_SGLANG_PYTHON", "")
-SGLANG = [
-    "env", "SGLANG_USE_CPU_ENGINE=1", "OMP_NUM_THREADS=1",
-    SGLANG_PYTHON, "-m", "sglang.launch_server", "--model-path", "{model}", "--port", "{port}",
-    "--host", "127.0.0.1", "--device", "cpu", "--attention-backend", "torch_native",
-    "--disable-overlap-schedule", "--sleep-on-idle", "--dtype", "float32",
-    "--skip-tokenizer-init", "--mem-fraction-static", "0.3", "--max-total-tokens", "16384",
-    "--max-running-requests", "32",
-]  # fmt: skip
-VLLM_PYTHON = os.environ.get("LEEWAY_VLLM_PYTHON", "")
-VLLM = [
-    "env", "VLLM_SERVER_DEV_MODE=1", "VLLM_NO_USAGE_STATS=1", "OMP_NUM_THREADS=1",
-    "VLLM_CPU_OMP_THREADS_BIND=nobind", "VLLM_CPU_KVCACHE_SPACE=1",
-    VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}",
-    "--port", "{port}", "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager",
-    "--skip-tokenizer-init", "--enable-scale-out", "--max-num-seqs", "32",
-    "--enable-prompt-tokens-details",
-]  # fmt: skip
-AFTER_TEMPERATURE = ["--logprobs-mode", "processed_logprobs"]
-START_SECONDS = 400.0
 SECONDS = 120.0
 TOLERANCE = 1e-4
 pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
-
-needs_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="LEEWAY_SGLANG_PYTHON is not set")
-needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="LEEWAY_VLLM_PYTHON is not set")
 
 
 class Served:
@@ -104,11 +87,7 @@ class Served:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[
-        "torch",
-        pytest.param("sglang", marks=needs_sglang),
-        pytest.param("vllm", marks=needs_vllm),
-    ],
+    params=["torch", *SERVERS],
 )
 async def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -122,27 +101,8 @@ async def served(
         yield Served("torch", torch, models)
         await torch.close()
         return
-    command = SGLANG if request.param == "sglang" else VLLM + AFTER_TEMPERATURE
-    async with connected(command, models[0], directory / "server.log") as engine:
+    async with connected(KINDS[request.param], models[0], directory / "server.log") as engine:
         yield Served(request.param, engine, models)
-
-
-@asynccontextmanager
-async def connected(command: list[str], model: Path, log: Path) -> AsyncIterator[ServerEngine]:
-    async with server_process(command, model, log) as (url, process):
-        server: Server[Any] = (
-            VllmServer(url, [EOS]) if VLLM_PYTHON in command else SglangServer(url)
-        )
-        connecting = asyncio.create_task(
-            ServerEngine.connect(server, model, start_seconds=START_SECONDS)
-        )
-        ending = asyncio.create_task(process.wait())
-        await asyncio.wait({connecting, ending}, return_when=asyncio.FIRST_COMPLETED)
-        assert connecting.done(), log.read_text()[-3000:]
-        ending.cancel()
-        engine = connecting.result()
-        yield engine
-        await engine.close()
 
 
 def request(
@@ -312,6 +272,99 @@ async def test_who_comes_while_an_update_drains_waits_for_it(served: Served) -> 
     await served.swap(0, UpdateMode.DRAIN)
 
 
+HELD_TO = {
+    ConstraintKind.JSON_SCHEMA: (
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"ok": {"type": "boolean"}},
+                "required": ["ok"],
+                "additionalProperties": False,
+            }
+        ),
+        r'\{"ok":(true|false)\}',
+    ),
+    ConstraintKind.REGEX: ("[0-9]{3}-[a-f]{2}", "[0-9]{3}-[a-f]{2}"),
+    ConstraintKind.GRAMMAR: ('root ::= "yes" | "no"', "yes|no"),
+}
+
+
+def held(kind: ConstraintKind, text: str, name: str = "held", **more: Any) -> GenerateRequest:
+    constraint = Constraint(kind, text, "response_format")
+    return request(name, [5, 6, 9], 240, temperature=1.0, constraint=constraint, **more)
+
+
+def said(generation: Generation) -> str:
+    return str(tokenizer().decode(generation.token_ids, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize("on_tokens", [None, lambda ids: None], ids=["whole", "streamed"])
+@pytest.mark.parametrize("kind", list(ConstraintKind))
+async def test_a_constraint_is_followed_or_refused(
+    served: Served, kind: ConstraintKind, on_tokens: Any
+) -> None:
+    text, pattern = HELD_TO[kind]
+    asked = held(kind, text, on_tokens=on_tokens)
+    if served.kind == "torch":
+        with pytest.raises(EngineError, match=r"response_format = .*kind sglang or vllm"):
+            served.engine.check(asked)
+        return
+    free = request("free", [5, 6, 9])
+    generations = {g.request_id: g for g in await collect(served.engine, [asked, free])}
+    served.check(generations["free"], [5, 6, 9])
+    generation = generations["held"]
+    assert re.fullmatch(pattern, said(generation)), said(generation)
+    assert generation.finish_reason is FinishReason.STOP
+    # What is left is likelier than under the policy: no ratio can be made of it.
+    whole = np.concatenate([np.array([5, 6, 9]), generation.token_ids])
+    plain = plain_logprobs(served.holds, whole)[2:-1]
+    gain = generation.logprobs - plain[np.arange(len(plain)), generation.token_ids]
+    assert gain.min() > -TOLERANCE
+    assert gain.max() > 0.1
+
+
+@pytest.mark.parametrize("on_tokens", [None, lambda ids: None], ids=["whole", "streamed"])
+async def test_a_constraint_that_cannot_be_read_is_refused_and_harms_nobody(
+    served: Served, on_tokens: Any
+) -> None:
+    with pytest.raises(EngineError):
+        await collect(
+            served.engine, [held(ConstraintKind.GRAMMAR, "root ::= (", on_tokens=on_tokens)]
+        )
+    served.check(await served.greedy([5, 6, 9]), [5, 6, 9])
+
+
+async def test_a_constrained_answer_is_never_resumed(served: Served) -> None:
+    partial = Generation(
+        "held",
+        np.array([30], dtype=np.int32),
+        np.array([-1.0], dtype=np.float32),
+        spans_of([served.engine.version]),
+        FinishReason.UNFINISHED,
+        0.0,
+    )
+    with pytest.raises(EngineError, match="response_format = "):
+        served.engine.check(held(ConstraintKind.REGEX, "[0-9]+", resume=partial))
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_constraint_outlives_an_update(served: Served, mode: UpdateMode) -> None:
+    if served.kind == "torch":
+        pytest.skip("it takes no constraint")
+    first = served.engine.version
+    begun = asyncio.Event()
+    asked = held(ConstraintKind.REGEX, "[0-9]{200}", on_tokens=lambda _: begun.set())
+    running = asyncio.create_task(collect(served.engine, [asked]))
+    async with asyncio.timeout(SECONDS):
+        await begun.wait()
+    await served.swap(1, mode)
+    (generation,) = await running
+    assert re.fullmatch("[0-9]{200}", said(generation)), said(generation)
+    versions = set(expand(generation.versions).tolist())
+    assert versions == ({first} if mode is UpdateMode.DRAIN else {first, first + 1})
+    await served.swap(0, mode)
+
+
 async def test_changed_elements_are_as_good_as_whole_tensors(served: Served) -> None:
     target = weights_of(served.models[1])
     updates = {}
@@ -360,6 +413,17 @@ async def test_vllm_with_log_probabilities_before_temperature_is_refused(tmp_pat
     with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
         async with connected(VLLM, model, tmp_path / "server.log"):
             pass
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_server_without_a_tokenizer_takes_no_constraint(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    command = KINDS[kind] + WITHOUT_TOKENIZER
+    async with connected(command, model, tmp_path / "server.log") as engine:
+        with pytest.raises(EngineError, match="without --skip-tokenizer-init"):
+            engine.check(held(ConstraintKind.REGEX, "[0-9]+"))
+        (generation,) = await collect(engine, [request("free", [5, 6, 9])])
+    assert generation.token_ids.size > 0
 
 
 async def test_a_server_that_ends_while_it_starts_is_said_with_its_log(tmp_path: Path) -> None:

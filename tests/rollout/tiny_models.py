@@ -1,4 +1,8 @@
-"""Random models of a few thousand weights, as Hugging Face directories, and what they compute."""
+"""Random models of a few thousand weights, as Hugging Face directories, and what they compute.
+
+With a tokenizer of characters, which constrained answers need. It has no white space, of which a
+random model may write any amount between the parts of a JSON text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCABULARY = 300
 EOS = 7
@@ -40,7 +51,22 @@ def save_tiny_model(directory: Path, family: str = "llama", seed: int = 0) -> Pa
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[family])
     model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
     return directory
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    named = {0: "<unk>", 1: "<bos>", EOS: "<eos>"}
+    others = iter([*map(chr, range(33, 127)), *(f"({number})" for number in range(VOCABULARY))])
+    vocabulary = {named.get(index) or next(others): index for index in range(VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return fast
 
 
 def weights_of(directory: Path) -> dict[str, npt.NDArray[np.uint16]]:
