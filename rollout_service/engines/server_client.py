@@ -80,7 +80,8 @@ class ServerClient:
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         if "error" in event:
-                            raise self.refusal(path, 500, line)
+                            # What it would have answered with, were it not a stream.
+                            raise self.refusal(path, int(event["error"].get("code", 500)), line)
                         yield event
                     ended = ended or line == "data: [DONE]"
         except httpx.TransportError as error:

@@ -161,6 +161,10 @@ class TorchEngine:
     def vocabulary_size(self) -> int:
         return self._model.vocabulary_size
 
+    @property
+    def takes_constraints(self) -> bool:
+        return False
+
     def check(self, request: GenerateRequest) -> None:
         check_request(self, request)
 

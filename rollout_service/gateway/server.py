@@ -255,7 +255,7 @@ async def _respond(
     if ask.stream:
         await call.begun()
         return StreamingResponse(_delivering(call, events(call)), media_type="text/event-stream")
-    completion = await _unless_gone(request, call.result())
+    completion = await _unless_gone(request, call)
     if completion is None:
         return Response(status_code=499)
     response = JSONResponse(render(completion))
@@ -270,16 +270,15 @@ async def _delivering(call: Call, events: AsyncIterator[str]) -> AsyncIterator[s
     (await call.result()).delivered()
 
 
-async def _unless_gone(request: Request, result: Awaitable[Completion]) -> Completion | None:
+async def _unless_gone(request: Request, call: Call) -> Completion | None:
     """None when the client leaves before the result is there."""
-    waiting = asyncio.ensure_future(result)
+    assert call.completion is not None  # set by `Session.ask` before anyone has the call
     leaving = asyncio.ensure_future(request.receive())
     try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return None if leaving.done() else await waiting
+        await asyncio.wait({call.completion, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return None if leaving.done() else await call.result()
     finally:
         leaving.cancel()
-        waiting.cancel()
 
 
 def _refusal(request: Request, error: Exception) -> Response:

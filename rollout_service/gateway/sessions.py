@@ -63,7 +63,8 @@ class Call:
             LeewayError: the answer could not be sampled; see `answering.Gateway.answer`.
         """
         assert self.completion is not None  # set by `Session.ask` before anyone has the call
-        await asyncio.wait({self.completion})
+        if not self.completion.done():
+            await asyncio.wait({self.completion})
         if self.completion.cancelled():
             raise SessionError("the session ended before its answer")
         return self.completion.result()
