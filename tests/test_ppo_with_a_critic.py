@@ -28,6 +28,7 @@ PPO = [
     "trainer.lr=3e-4",
     "queue.filter_equal_scores=false",
     "staleness.budget=0",
+    "rollout.engine.deterministic=true",
     "trainer.checkpoint_every=4",
     f"trainer.steps={STEPS}",
 ]

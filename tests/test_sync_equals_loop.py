@@ -50,6 +50,7 @@ def make_config(directory: Path, *overrides: str) -> Config:
             "sampling.group_size=4",
             "sampling.max_new_tokens=12",
             "staleness.budget=0",
+            "rollout.engine.deterministic=true",
             "trainer.batch_groups=4",
             f"trainer.steps={STEPS}",
             "trainer.lr=1e-3",
@@ -62,7 +63,11 @@ def make_config(directory: Path, *overrides: str) -> Config:
 async def plain_loop(config: Config) -> dict[str, torch.Tensor]:
     """Sample a batch, learn from it, copy the weights over; nothing else."""
     model = Path(config.model.path)
-    engine = TorchEngine(model, concurrency=config.rollout.most_concurrency)
+    engine = TorchEngine(
+        model,
+        concurrency=config.rollout.most_concurrency,
+        deterministic=config.rollout.engine.deterministic,
+    )
     backend = TorchBackend(model, config.trainer)
     renderer = Renderer(
         AutoTokenizer.from_pretrained(model), engine.context_length, config.sampling.max_new_tokens
