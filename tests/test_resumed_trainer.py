@@ -131,7 +131,6 @@ async def training(
 ) -> AsyncIterator[tuple[Trainer, TrainerQueue]]:
     """A trainer, and a queue that holds answers for so many batches."""
     model = Path(config.model.path)
-    checkpoints = Checkpoints(directory / "checkpoints", run_id="r", model_hash="m", kept=1)
     config.run.path.mkdir(parents=True)
     record = Record(config.run.path, Trackers({}))
     async with (
@@ -156,7 +155,7 @@ async def training(
             queue,
             lambda _: published,  # type: ignore[arg-type, return-value]
             CanaryText(model, config.weights),
-            checkpoints,
+            checkpoints_of(directory),
             record,
             Spans(None),
         )

@@ -17,7 +17,14 @@ from typing import Any
 import grpc
 
 from leeway import rpc
-from leeway.errors import DeadlineError, InfrastructureError
+from leeway.errors import (
+    DataError,
+    DeadlineError,
+    EngineError,
+    InfrastructureError,
+    LeewayError,
+    RewardError,
+)
 from leeway.trajectory import Group, Purpose, Task, Trajectory
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
@@ -41,6 +48,13 @@ class FailureKind(IntEnum):
     INFRASTRUCTURE = pb.FAILURE_KIND_INFRASTRUCTURE
     DATA = pb.FAILURE_KIND_DATA
     REWARD = pb.FAILURE_KIND_REWARD
+
+    @classmethod
+    def of(cls, error: LeewayError) -> FailureKind:
+        """Data will not get better; whatever is neither data nor a reward is infrastructure."""
+        if isinstance(error, RewardError):
+            return cls.REWARD
+        return cls.DATA if isinstance(error, DataError | EngineError) else cls.INFRASTRUCTURE
 
 
 @dataclass(frozen=True, slots=True)

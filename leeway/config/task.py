@@ -118,6 +118,11 @@ class TaskConfig(Section):
             raise ValueError("task.judges are asked by task.reward or task.environment; give one")
         return self
 
+    @property
+    def judge_seconds(self) -> float:
+        """The longest that one question to a judge may take."""
+        return max((judge.seconds for judge in self.judges.values()), default=0.0)
+
     def check_scored(self) -> None:
         """What a run with rollouts needs beyond one that learns from written answers.
 

@@ -51,27 +51,22 @@ async def check(config: Config, *, gpus: int = 0) -> AsyncIterator[Finding]:
         path = getattr(config.security, name)
         if path is not None:
             yield _certificate(f"security.{name}", path, utc_now())
-    for name, address in (("queue", config.queue.address), ("weights", config.weights.address)):
+    services = [
+        ("queue", config.queue.address, config.security),
+        ("weights", config.weights.address, config.security),
+    ]
+    if config.rollout.sandbox.address is not None:
+        # Where nodes reach them; one of those that the name stands for is asked.
+        security = config.security.model_copy(update={"server_name": SANDBOX_NAME})
+        services.append(("sandbox", config.rollout.sandbox.address, security))
+    for name, address, security in services:
         reached = await _attempt(f"{name} {address} is reachable", partial(_reach, address))
         yield reached
         if reached.good:
-            async for finding in _service(name, address, config.security):
+            async for finding in _service(name, address, security):
                 yield finding
-    if config.rollout.sandbox.address is not None:
-        async for finding in _sandboxes(config, config.rollout.sandbox.address):
-            yield finding
     if gpus:
         yield _gpus(gpus)
-
-
-async def _sandboxes(config: Config, address: str) -> AsyncIterator[Finding]:
-    """Where nodes reach them; one of those that the name stands for is asked."""
-    security = config.security.model_copy(update={"server_name": SANDBOX_NAME})
-    reached = await _attempt(f"sandbox {address} is reachable", partial(_reach, address))
-    yield reached
-    if reached.good:
-        async for finding in _service("sandbox", address, security):
-            yield finding
 
 
 async def _attempt(what: str, look: Callable[[], Awaitable[str]]) -> Finding:

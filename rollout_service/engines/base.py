@@ -113,16 +113,15 @@ def check_request(engine: Engine, request: GenerateRequest) -> None:
 
 
 def _check_constraint(engine: Engine, request: GenerateRequest, constraint: Constraint) -> None:
-    said = f"{constraint.field} = {constraint.text!r:.80}"
     if not engine.takes_constraints:
         raise EngineError(
-            f"{said}: this engine cannot constrain an answer; ask for the format in the prompt and "
-            "reward it, or use rollout.engine.kind sglang or vllm, its server started with a "
-            "tokenizer (without --skip-tokenizer-init) and a grammar backend"
+            f"{constraint}: this engine cannot constrain an answer; ask for the format in the "
+            "prompt and reward it, or use rollout.engine.kind sglang or vllm, its server started "
+            "with a tokenizer (without --skip-tokenizer-init) and a grammar backend"
         )
     if request.resume is not None:
         raise EngineError(
-            f"{said}: no server goes on in the middle of a constrained answer; ask anew"
+            f"{constraint}: no server goes on in the middle of a constrained answer; ask anew"
         )
 
 

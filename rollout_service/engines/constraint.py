@@ -48,5 +48,8 @@ class Constraint:
             if not isinstance(schema, dict):
                 raise self.fault("send a JSON schema, which is an object")
 
+    def __str__(self) -> str:
+        return f"{self.field} = {self.text!r:.80}"
+
     def fault(self, remedy: str) -> DataError:
-        return DataError(f"{self.field} = {self.text!r:.80}: {remedy}")
+        return DataError(f"{self}: {remedy}")

@@ -83,22 +83,21 @@ class HeldModel:
 
         `tokens` and `positions` are int64 [packed tokens].
         """
-        if rows is None:
-            rows = np.arange(tokens.size)
-        kept = rows
+        wanted = (tokens if rows is None else rows).size
         if self.deterministic:
             filled = _filled(tokens)
             if filled.size > tokens.size:
                 plan = replace(plan, spans=(*plan.spans, unkept(tokens.size, filled.size)))
-            tokens, positions, kept = filled, _filled(positions), _filled(rows)
+            tokens, positions = filled, _filled(positions)
+            rows = _filled(rows) if rows is not None else None
         logits: Tensor = self._model(
             input_ids=torch.from_numpy(tokens)[None],
             position_ids=torch.from_numpy(positions)[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(kept),
+            logits_to_keep=torch.from_numpy(rows) if rows is not None else 0,
             leeway_plan=plan,
         ).logits
-        return logits[0, : rows.size]
+        return logits[0, :wanted]
 
     def logprobs(self, tokens: npt.NDArray[np.int64]) -> Float32Array:
         """float32 [n - 1]: log-probability of each token after the first, at temperature 1."""

@@ -18,20 +18,14 @@ from prometheus_client import Gauge
 
 from leeway import rpc
 from leeway.config import Config, TaskConfig
-from leeway.errors import (
-    ConfigError,
-    DataError,
-    InfrastructureError,
-    LeewayError,
-    RewardError,
-)
+from leeway.errors import ConfigError, InfrastructureError, LeewayError
 from leeway.health import HEALTH
-from leeway.v1 import queue_pb2
 from leeway.v1 import sandbox_pb2 as pb
 from leeway.v1 import sandbox_pb2_grpc as pb_grpc
 from rollout_service.sandbox.pool import WorkerPool
 from rollout_service.sandbox.remote import MESSAGE_BYTES, WIRE_SECONDS
 from rollout_service.sandbox.work import Caller, Work
+from trajectory_queue.client import FailureKind
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +47,7 @@ class JudgesByName:
 
     def __init__(self, task: TaskConfig) -> None:
         self.names = list(task.judges)
-        self.seconds = max((judge.seconds for judge in task.judges.values()), default=0.0)
+        self.seconds = task.judge_seconds
 
     async def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         raise InfrastructureError(f"judge {question['judge']!r}: only nodes ask judges")
@@ -165,14 +159,10 @@ async def _answer(ask: Caller, request: str) -> pb.WorkResponse:
 
 
 def _failure(error: LeewayError) -> pb.WorkResponse:
-    kind = queue_pb2.FAILURE_KIND_INFRASTRUCTURE
-    if isinstance(error, RewardError):
-        kind = queue_pb2.FAILURE_KIND_REWARD
-    elif isinstance(error, DataError):
-        kind = queue_pb2.FAILURE_KIND_DATA
-    elif isinstance(error, ConfigError):
+    if isinstance(error, ConfigError):
         # It could be loaded when the sandbox began: what it needs has gone since.
         log.error("the code cannot be loaded any more", reason=str(error))
+    kind = FailureKind.of(error).value
     return pb.WorkResponse(failure=pb.WorkFailure(kind=kind, message=str(error)))
 
 

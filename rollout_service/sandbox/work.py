@@ -66,14 +66,13 @@ class Work:
             raise ConfigError(
                 f"task.agent = {task.agent!r}: only task.reward and task.environment have workers"
             )
-        asked = max((judge.seconds for judge in task.judges.values()), default=0.0)
         return cls(
             "reward",
             task.reward or DEFAULT_REWARD,
             task.reward_processes,
             task.reward_seconds,
             task.memory_bytes,
-            task.reward_seconds + MOST_QUESTIONS * asked,
+            task.reward_seconds + MOST_QUESTIONS * task.judge_seconds,
         )
 
 

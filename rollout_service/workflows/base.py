@@ -13,7 +13,7 @@ from typing import Protocol
 
 import xxhash
 
-from leeway.errors import DataError, EngineError, LeewayError, RewardError
+from leeway.errors import LeewayError
 from leeway.trajectory import Task, Trajectory
 from trajectory_queue.client import FailureKind
 
@@ -79,13 +79,7 @@ Event = Generated | Finished | Interrupted | Failed
 
 
 def failed(sample: Sample, error: LeewayError) -> Failed:
-    """Only infrastructure and rewards are tried again: data will not get better."""
-    kind = FailureKind.INFRASTRUCTURE
-    if isinstance(error, RewardError):
-        kind = FailureKind.REWARD
-    elif isinstance(error, DataError | EngineError):
-        kind = FailureKind.DATA
-    return Failed(sample, kind, str(error))
+    return Failed(sample, FailureKind.of(error), str(error))
 
 
 class Workflow(Protocol):

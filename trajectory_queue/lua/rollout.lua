@@ -176,7 +176,7 @@ local function store(g, entries)
 end
 
 local function accept(g, entry)
-  local size = call('STRLEN', staged(entry))
+  local size = entry.size
   g.slots[tostring(entry.index)] = {'', entry.trajectory_id}
   add_bytes(size)
   drop_partial(g, entry.index)
@@ -319,7 +319,8 @@ return reply({
     local size, keys = 0, {}
     for i, entry in ipairs(args.entries) do
       keys[i] = staged(entry)
-      size = size + call('STRLEN', keys[i])
+      entry.size = call('STRLEN', keys[i])
+      size = size + entry.size
     end
     -- What is accepted has another name by then.
     local function unstaged(result)
