@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from cases import Driver, backend, backends, servers
 
+from tests.queue.cases import Driver, backend, backends, servers
 from trajectory_queue.embedded import embedded
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cases import task, trajectory
-
+from tests.queue.cases import task, trajectory
 from trajectory_queue.batches import staleness_metrics
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from cases import Driver, entry, names, new_task, settings, task_id_of
 
 from leeway.config import OverBudget
 from leeway.errors import DataError, FencedError
+from tests.queue.cases import Driver, entry, names, new_task, settings, task_id_of
 from trajectory_queue import commands as c
 from trajectory_queue.commands import Failure, Lane, Wait
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from cases import configuration, servers
 
 from leeway.config import QueueConfig
 from leeway.errors import ConfigError, InfrastructureError
+from tests.queue.cases import configuration, servers
 from trajectory_queue import embedded as module
 from trajectory_queue.embedded import embedded, redis_server
 

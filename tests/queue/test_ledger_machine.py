@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
-from cases import Backend, PureBackend, RedisBackend, entry, new_task, settings
 from hypothesis import HealthCheck, Phase, assume
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from hypothesis.stateful import (
 
 from leeway.config import OverBudget
 from leeway.errors import DataError, FencedError
+from tests.queue.cases import Backend, PureBackend, RedisBackend, entry, new_task, settings
 from trajectory_queue import commands as c
 from trajectory_queue.commands import Failure, Lane
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import Driver, configuration, entry, group_of, new_task, serving, task, trajectory
 
 from leeway import rpc
 from leeway.algorithm import AlgorithmConfig
@@ -30,6 +29,16 @@ from leeway.errors import WireError
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
 from leeway.v1 import trajectory_pb2 as domain
+from tests.queue.cases import (
+    Driver,
+    configuration,
+    entry,
+    group_of,
+    new_task,
+    serving,
+    task,
+    trajectory,
+)
 from trajectory_queue import commands as c
 from trajectory_queue.client import FailureKind, Lease, OperatorQueue, RolloutQueue, TrainerQueue
 from trajectory_queue.commands import Failure, Wait

@@ -12,7 +12,6 @@ import grpc
 import numpy as np
 import pytest
 import redis
-from cases import configuration, group_of, servers, serving, task, trajectory
 
 from leeway import rpc
 from leeway.arrays import array_to_wire
@@ -27,6 +26,7 @@ from leeway.trajectory import FinishReason, Purpose
 from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
 from leeway.versions import Staleness, VersionSpan
+from tests.queue.cases import configuration, group_of, servers, serving, task, trajectory
 from trajectory_queue.client import (
     FailureKind,
     Lease,

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cases import configuration, group_of, serving
 
 from leeway import rpc
 from leeway.algorithm import AdvantageConfig, AlgorithmConfig, Baseline, Normalise
@@ -20,6 +19,7 @@ from leeway.config import (
     StalenessConfig,
     TrainerConfig,
 )
+from tests.queue.cases import configuration, group_of, serving
 from trajectory_queue.client import OperatorQueue, RolloutQueue, TrainerQueue
 from trajectory_queue.simulated import Learned, Speed, make_task, run_fleet, run_trainer
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cases import (
+
+from leeway import rpc
+from leeway.config import QueueConfig
+from tests.queue.cases import (
     Driver,
     RedisBackend,
     configuration,
@@ -21,9 +24,6 @@ from cases import (
     settings,
     task,
 )
-
-from leeway import rpc
-from leeway.config import QueueConfig
 from trajectory_queue import commands as c
 from trajectory_queue.client import RolloutQueue, TrainerQueue
 from trajectory_queue.embedded import embedded

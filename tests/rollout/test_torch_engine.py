@@ -13,15 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from tiny_models import (
-    CONFIGS,
-    CONTEXT,
-    EOS,
-    VOCABULARY,
-    plain_logprobs,
-    save_tiny_model,
-    weights_of,
-)
 from transformers import AutoModelForCausalLM
 
 from leeway.config import UpdateMode
@@ -37,6 +28,15 @@ from rollout_service.engines.base import (
     Generation,
 )
 from rollout_service.engines.torch_engine import TorchEngine
+from tests.rollout.tiny_models import (
+    CONFIGS,
+    CONTEXT,
+    EOS,
+    VOCABULARY,
+    plain_logprobs,
+    save_tiny_model,
+    weights_of,
+)
 
 SECONDS = 60.0
 NEVER_STOPS: frozenset[int] = frozenset()

@@ -1,6 +1,6 @@
 """One rank of the parity suite: backends in many layouts against plain Hugging Face, in float32.
 
-    torchrun --nproc-per-node 4 tests/trainer/parity_worker.py CASES.json OUT.json
+    torchrun --nproc-per-node 4 -m tests.trainer.parity_worker CASES.json OUT.json
 
 A model of each family lies beside OUT.json, in a directory of its name; families that end with
 VALUES are critics.
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_cases import random_groups
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from leeway.config import TrainerConfig
 from leeway.trajectory import Group
+from tests.trainer.trainer_cases import random_groups
 from trainer_service.backends.distributed import RankBackend
 from trainer_service.backends.layout import Layout
 from trainer_service.backends.sharding import local

@@ -1,6 +1,6 @@
 """One rank that learns each lesson, in many layouts one after the other, in float32.
 
-    torchrun --nproc-per-node 2 tests/trainer/ranks_worker.py CASES.json MODEL OUT
+    torchrun --nproc-per-node 2 -m tests.trainer.ranks_worker CASES.json MODEL OUT
 
 Each case leaves what `learn` says below OUT/NUMBER.
 """
@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from trainer_cases import group, random_groups, trajectory
 
 from leeway.config import Config, load
 from leeway.trajectory import Group
+from tests.trainer.trainer_cases import group, random_groups, trajectory
 from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.objective import Objective
 from trainer_service.backends.distributed import Leader, RankBackend, follow

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_cases import group, random_groups, trajectory
 
 from leeway.algorithm import (
     AdvantageConfig,
@@ -19,6 +18,7 @@ from leeway.algorithm import (
     Normalise,
 )
 from leeway.errors import DataError
+from tests.trainer.trainer_cases import group, random_groups, trajectory
 from trainer_service.algorithms.advantages import group_relative, overlong_penalty, whiten
 from trainer_service.algorithms.critic import gae, turn_steps, value_loss
 from trainer_service.algorithms.plan import TURN_REWARDS, plan_step

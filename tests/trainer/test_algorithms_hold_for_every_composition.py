@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import algorithms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_cases import random_groups
 
 from leeway.algorithm import AlgorithmConfig
+from tests.trainer.algorithm_cases import algorithms
+from tests.trainer.trainer_cases import random_groups
 from trainer_service.algorithms.correction import correct
 from trainer_service.algorithms.diagnostics import TokenSums
 from trainer_service.algorithms.objective import Objective

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import group, random_groups, trajectory
 
 from leeway.algorithm import (
     AdvantageConfig,
@@ -25,6 +24,7 @@ from leeway.algorithm import (
     Proximal,
 )
 from leeway.errors import ConfigError, DataError
+from tests.trainer.trainer_cases import group, random_groups, trajectory
 from trainer_service.algorithms.aggregation import token_weights
 from trainer_service.algorithms.diagnostics import alerts, engine_agrees
 from trainer_service.algorithms.objective import Objective

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from algorithm_cases import algorithms
 from hypothesis import given, settings
 
 from leeway.algorithm import AlgorithmConfig
 from leeway.config import Config, load
 from leeway.errors import ConfigError
+from tests.trainer.algorithm_cases import algorithms
 
 MINIMAL = ["model.path=m", "task.jsonl=rows.jsonl", "task.reward=r.py:reward"]
 CASES = {

@@ -11,13 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from parity_worker import VALUES
-from trainer_cases import tiny_model, with_values
+
+from tests.trainer.parity_worker import VALUES
+from tests.trainer.trainer_cases import tiny_model, with_values
 
 pytest.importorskip("megatron.core")
 
@@ -78,7 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(RANKS), str(Path(__file__).with_name("parity_worker.py"))),
+            *("--nproc-per-node", str(RANKS), "--module", "tests.trainer.parity_worker"),
             *(str(cases), str(out)),
         ],
         capture_output=True,

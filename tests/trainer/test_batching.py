@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import group, random_groups, trajectory
 
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group, Sampling
+from tests.trainer.trainer_cases import group, random_groups, trajectory
 from trainer_service.balance import Spread
 from trainer_service.batching import pack
 from trainer_service.packed import ROOT, PackedBatch, Segment, StepPlan

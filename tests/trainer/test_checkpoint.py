@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_cases import random_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 from leeway.algorithm import AlgorithmConfig
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError, DataError
+from tests.trainer.trainer_cases import random_groups, tiny_model
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.torch_backend import TorchBackend

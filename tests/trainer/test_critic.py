@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import group, random_groups, tiny_model, trajectory
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -31,6 +30,7 @@ from leeway.algorithm import (
 from leeway.config import TrainerConfig, load
 from leeway.errors import ConfigError, DataError
 from leeway.trajectory import Group
+from tests.trainer.trainer_cases import group, random_groups, tiny_model, trajectory
 from trainer_service.algorithms.critic import ValueLoss, estimate, mean_of
 from trainer_service.algorithms.plan import TURN_REWARDS, plan_step
 from trainer_service.backends.torch_backend import TorchBackend

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks_worker import PPO, STEPS, configured, learn, rows, start
 from torch import Tensor
-from trainer_cases import tiny_model
 
+from tests.trainer.ranks_worker import PPO, STEPS, configured, learn, rows, start
+from tests.trainer.trainer_cases import tiny_model
 from trainer_service.backends.files import OPTIMIZER, WEIGHTS, TensorFiles
 from trainer_service.learners import CRITIC, Learners
 from trainer_service.offline import Lesson, lesson_step
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(Path(__file__).with_name("ranks_worker.py"))),
+            *("--nproc-per-node", "2", "--module", "tests.trainer.ranks_worker"),
             *(str(cases), str(model), str(directory / "ranks")),
         ],
         capture_output=True,
@@ -82,7 +82,9 @@ def test_ranks_learn_what_one_process_learns(case: tuple[str, str, str], found: 
     for part in models:
         # After one step the first moment is a tenth of the gradient.
         assert far(own / "0" / part, alone / "0" / part, OPTIMIZER, "first.") < 1e-7
-        assert far(own / "1" / part, alone / "1" / part, WEIGHTS) < 1e-5
+        # Adam moves a weight whose gradient is below its `eps` by lr/eps = 1,000 times what the
+        # gradient's last bits differ by, which depend on the processor; weights have moved 0.02.
+        assert far(own / "1" / part, alone / "1" / part, WEIGHTS) < 5e-5
         moved = TensorFiles(own / "1" / part, WEIGHTS).read("model.norm.weight")
         assert not torch.equal(TensorFiles(found / "model").read("model.norm.weight"), moved)
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_cases import group, random_groups, tiny_model, trajectory
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from leeway.algorithm import AdvantageConfig, AlgorithmConfig, KlConfig, KlEstimator, KlPlace
@@ -24,6 +23,7 @@ from leeway.errors import ConfigError, DataError
 from leeway.tasks import Row
 from leeway.trajectory import Group
 from tests import tiny
+from tests.trainer.trainer_cases import group, random_groups, tiny_model, trajectory
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.preference import Preference, Supervised
 from trainer_service.backends.torch_backend import TorchBackend

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_torch_backend import batches_of, weighted
-from trainer_cases import random_groups, tiny_model
 from transformers import AutoModelForCausalLM
 
 from leeway.config import TrainerConfig, UpdateMode
 from leeway.manifests import Canary
 from rollout_service.engines.torch_engine import TorchEngine
+from tests.trainer.test_torch_backend import batches_of, weighted
+from tests.trainer.trainer_cases import random_groups, tiny_model
 from trainer_service.backends import lora
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.canary import scored_whole

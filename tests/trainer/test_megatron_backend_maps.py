@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import random_groups
 
 from leeway.errors import ConfigError
+from tests.trainer.trainer_cases import random_groups
 from trainer_service.backends.inputs import decode, encode
 from trainer_service.backends.megatron import context, names
 from trainer_service.backends.megatron.names import Heads, Join, Source

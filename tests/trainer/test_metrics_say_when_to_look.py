@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from trainer_cases import group, trajectory
 
 from leeway.algorithm import AlgorithmConfig
 from leeway.trajectory import Trajectory
 from leeway.versions import VersionSpan
+from tests.trainer.trainer_cases import group, trajectory
 from trainer_service.algorithms.critic import ValueLoss
 from trainer_service.algorithms.diagnostics import ALERTS, TokenSums
 from trainer_service.algorithms.objective import Objective

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import FAMILIES, group, random_groups, tiny_model, trajectory
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -24,6 +23,7 @@ from leeway.algorithm import AlgorithmConfig
 from leeway.config import TrainerConfig
 from leeway.errors import ConfigError
 from leeway.trajectory import Group
+from tests.trainer.trainer_cases import FAMILIES, group, random_groups, tiny_model, trajectory
 from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.base import DivergedError

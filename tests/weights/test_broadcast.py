@@ -9,13 +9,13 @@ import signal
 import numpy as np
 import pytest
 import structlog
-from support import DEADLINE, Trainer, publish, publisher, same
 
 from benchmarks.fleet import OPEN, MemoryEngine, node
 from leeway.errors import LeewayError
 from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from rollout_service.engines.base import CanaryError
+from tests.weights.support import DEADLINE, Trainer, publish, publisher, same
 from trainer_service.weight_broadcast import WeightPublisher
 from trainer_service.weight_broadcast.listing import list_nodes
 from trainer_service.weight_broadcast.nodes import Nodes

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Trainer
 
 from leeway import deltas
 from leeway.deltas import Change, Delta
 from leeway.errors import WireError
 from leeway.tensors import Encoding, Tensor, describe, digest_of, numpy_dtype, words_of
+from tests.weights.support import Trainer
 
 DTYPES = ["<u2", "<f2", "<f4", "<f8", "i1", "<i2", "<i4", "<i8", "u1", "<u4", "<u8", "?"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 import xxhash
-from support import DEADLINE, Trainer, publish, publisher, same
 
 from benchmarks.fleet import OPEN, Gate, MemoryEngine, node, serving
 from leeway import rpc
@@ -17,6 +16,7 @@ from leeway.manifests import Canary
 from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from rollout_service import fetching, receiver
+from tests.weights.support import DEADLINE, Trainer, publish, publisher, same
 
 FAULTS = 1000
 

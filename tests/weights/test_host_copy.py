@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support import Trainer, same
 
 from leeway import deltas
 from leeway.manifests import Manifest
 from leeway.tensors import Tensor, aligned, describe, lay_out, policy_digest, words_of
 from rollout_service.engines.base import ChangedElements
 from rollout_service.host_copy import HostCopy
+from tests.weights.support import Trainer, same
 
 # Sizes of a step: nothing moves, a few elements do, most do.
 STEPS = st.lists(st.sampled_from([0.0, 1e-6, 3e-6, 1e-2]), min_size=1, max_size=4)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import DEADLINE, bf16, publisher
 from transformers import AutoModelForCausalLM
 
 from benchmarks.fleet import node
@@ -16,6 +15,7 @@ from leeway.manifests import Canary
 from leeway.tensors import Tensor
 from rollout_service.engines.torch_engine import TorchEngine
 from tests import tiny
+from tests.weights.support import DEADLINE, bf16, publisher
 
 PROMPT = np.arange(3, 12, dtype=np.int32)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import DEADLINE, publisher
 
 from benchmarks.fleet import OPEN, RUN, Gate, serving
 from leeway import config as configuration
@@ -22,6 +21,7 @@ from leeway.local import free_addresses
 from leeway.manifests import Canary
 from leeway.trajectory import Sampling, Task
 from tests import tiny
+from tests.weights.support import DEADLINE, publisher
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.canary import CanaryText
 from trainer_service.weight_broadcast import WeightPublisher

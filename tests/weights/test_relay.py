@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from support import DEADLINE, Trainer, publish, publisher, same
-
 from benchmarks.fleet import OPEN, Fleet, Gate, serving
 from leeway import rpc
 from leeway.v1 import weights_pb2 as pb
+from tests.weights.support import DEADLINE, Trainer, publish, publisher, same
 
 NODES = 12
 
