@@ -62,8 +62,8 @@ class _Running:
     ended: bool = False
     """Failed, lost or returned: what still arrives for it is dropped."""
     tokens: int = 0
-    since: float = field(default_factory=time.time)
     """Of the samples that have ended."""
+    since: float = field(default_factory=time.time)
 
 
 class RolloutNode:
@@ -140,7 +140,10 @@ class RolloutNode:
                 if leased.run_finished:
                     return
                 if leased.leases:
-                    rollouts.create_task(self._roll_out(leased.leases))
+                    work = [(lease, _samples(lease)) for lease in leased.leases]
+                    # Before they begin: the next request asks for what these leave.
+                    self._count(sum(len(samples) for _, samples in work))
+                    rollouts.create_task(self._roll_out(work))
                 elif leased.needs_version is not None:
                     with self._waits.waiting_for("weights", f"version {leased.needs_version}"):
                         await self._await_version(leased.needs_version)
@@ -153,12 +156,11 @@ class RolloutNode:
         """
         size, batch = self._config.queued_group_size, self._config.queued_batch_groups
         in_step = self._config.staleness.first_budget == 0
-        # A node that does not know yet how much its engine can run begins with what it may.
-        idle = batch if self._adaptive is None else 1
         while True:
             room = (self._concurrency - self._unfinished) // size
             if self._unfinished == 0 and not self._running:
-                return -(-batch // self._config.rollout.nodes) if in_step else max(room, idle)
+                # A group larger than the node's concurrency runs by itself.
+                return -(-batch // self._config.rollout.nodes) if in_step else max(room, 1)
             if room >= 1 and not in_step:
                 return room
             self._changed.clear()
@@ -196,20 +198,17 @@ class RolloutNode:
 
     # Rolling out --------------------------------------------------------------------------------
 
-    async def _roll_out(self, leases: Sequence[Lease]) -> None:
-        """Rolls the leases out as one call of the workflow; pushes each sample as it ends."""
-        if not await self._hold_version(leases):
+    async def _roll_out(self, work: Sequence[tuple[Lease, Sequence[Sample]]]) -> None:
+        """Rolls leases out as one call of the workflow; pushes each sample as it ends."""
+        everything = [sample for _, samples in work for sample in samples]
+        if not await self._hold_version([lease for lease, _ in work]):
+            self._count(-len(everything))
             return
-        samples: list[Sample] = []
-        for lease in leases:
-            running = _Running(lease)
+        for lease, samples in work:
+            running = _Running(lease, open={sample.sample_id: sample for sample in samples})
             self._running[lease.lease_id] = running
-            for sample in _samples(lease):
-                running.open[sample.sample_id] = sample
-                self._owners[sample.sample_id] = running
-                samples.append(sample)
-        self._count(len(samples))
-        await self._workflow.run(samples, self._take)
+            self._owners.update(dict.fromkeys(running.open, running))
+        await self._workflow.run(everything, self._take)
 
     async def _hold_version(self, leases: Sequence[Lease]) -> bool:
         """Waits for the version that the tasks ask for; gives the leases back if it is late."""

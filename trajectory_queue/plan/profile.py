@@ -60,8 +60,8 @@ class Rollouts(Section):
     answer_tokens: LogNormal = LogNormal(median=256.0)
     """Tokens that the model generates for one sample, all turns together."""
     answers: tuple[tuple[tuple[float, float], ...], ...] = ()
-    """Recorded groups, each the (tokens, seconds) of its answers; they stand for `answer_tokens`,
-    `prompt_seconds`, `tool_seconds` and `token_seconds`."""
+    """Recorded groups in the order of their batches, each the (tokens, seconds) of its answers;
+    they stand for `answer_tokens`, `prompt_seconds`, `tool_seconds` and `token_seconds`."""
     growth: float = 0.0
     """By this part a batch's answers are longer than those of the batch before, in the mean."""
     alike: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -3,7 +3,8 @@
 - Answers are resampled in whole groups from those that each step wrote down (`answers_sampled`),
   with the seconds that they took: how many run at once is in there, and with it what a node can do.
 - A step's seconds are a line through tokens trained and seconds taken.
-- What is left of the time between two steps is the queue's and the checkpoints'.
+- What is left of the time between two steps is the queue's and the checkpoints', and so is what a
+  trainer in step with its nodes waits beyond the slowest answer.
 """
 
 from __future__ import annotations
@@ -81,14 +82,34 @@ def elapsed_seconds(row: dict[str, Any]) -> float:
     return float(row["answer_tokens_mean"] * row["trajectories"] / row["tokens_per_second"])
 
 
-def _answer_seconds(steps: list[dict[str, Any]]) -> float:
-    """How long the queue takes to hand over a batch that is complete: the shortest waits.
+def _answer_seconds(config: Config, steps: list[dict[str, Any]]) -> float:
+    """How long the queue takes to hand over a batch that is complete.
 
-    0 where even those are no small part of a step: then none was complete when it was asked for.
+    In step with the trainer, what its waits exceed the slowest answers by, with what it takes until
+    those begin. Otherwise the shortest waits, or 0 where even those are no small part of a step:
+    then no batch was complete when it was asked for.
     """
-    shortest = float(np.quantile([row["wait_seconds"] for row in steps], 0.1))
+    waits = np.array([row["wait_seconds"] for row in steps])
+    if _starts_at_once(config, steps):
+        slowest = [_slowest(row["answers_sampled"]) for row in steps]
+        return max(0.0, float(np.mean(waits - slowest)))
+    shortest = float(np.quantile(waits, 0.1))
     between = float(np.mean([elapsed_seconds(row) for row in steps]))
     return shortest if shortest < _READY_SHARE * between else 0.0
+
+
+def _starts_at_once(config: Config, steps: list[dict[str, Any]]) -> bool:
+    """Whether every answer of a batch began with the batch, and all are on record."""
+    groups, rollout = config.trainer.batch_groups, config.rollout
+    return (
+        config.staleness.first_budget == 0
+        and rollout.nodes * rollout.most_concurrency >= groups * config.sampling.group_size
+        and all(len(row["answers_sampled"]) == groups for row in steps)
+    )
+
+
+def _slowest(groups: list[list[tuple[int, float]]]) -> float:
+    return max(seconds for group in groups for _, seconds in group)
 
 
 def _trainer(config: Config, steps: list[dict[str, Any]]) -> Trainer:
@@ -108,5 +129,5 @@ def _trainer(config: Config, steps: list[dict[str, Any]]) -> Trainer:
         fixed_seconds=float(seconds.mean() - slope * tokens.mean()),
         token_seconds=slope * config.trainer.ranks,
         publish_seconds=publish,
-        call_seconds=max(0.0, float(np.mean(other))) + _answer_seconds(steps),
+        call_seconds=max(0.0, float(np.mean(other))) + _answer_seconds(config, steps),
     )

@@ -53,7 +53,7 @@ class Workload:
         signal = bool(random.random() >= rollouts.no_signal_share)
         fails = random.random(profile.group_size) < rollouts.failure_share
         if rollouts.answers:
-            recorded = rollouts.answers[int(random.integers(len(rollouts.answers)))]
+            recorded = self._recorded(prompt)
             chosen = random.permutation(len(recorded))
             whole: list[tuple[Part, ...]] = [
                 (Part(0.0, recorded[index][1], recorded[index][0]),)
@@ -66,6 +66,17 @@ class Workload:
             place = sequence % profile.group_size
             samples = samples[place : place + 1]
         return samples, signal
+
+    def _recorded(self, prompt: int) -> tuple[tuple[float, float], ...]:
+        """A recorded group. The groups of a batch are drawn together: what made all of them slow
+        (a busy machine) would otherwise be spread over batches, each of which waits for its
+        slowest. A block bootstrap; Künsch (1989), Ann. Stat. 17(3).
+        """
+        answers, length = self._profile.rollouts.answers, self._profile.batch_groups
+        block, place = divmod(prompt, length)
+        random = np.random.default_rng([self._seed, block, 1])
+        start = length * int(random.integers(-(-len(answers) // length)))
+        return answers[(start + place) % len(answers)]
 
     def _drawn(self, random: np.random.Generator, prompt: int) -> list[tuple[Part, ...]]:
         profile, rollouts = self._profile, self._profile.rollouts
