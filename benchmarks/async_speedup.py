@@ -39,6 +39,7 @@ class Case:
         batch_groups, group_size: Of the benchmark; the step stays as long as the profile's, and so
             does the balance of both sides.
         tokens, seconds: One of the benchmark stands for so many of the profile.
+        gpus_per_node: A rollout node is one engine.
         budget: Of the asynchronous run.
     """
 
@@ -47,16 +48,18 @@ class Case:
     group_size: int
     tokens: float
     seconds: float
-    budget: int
+    gpus_per_node: int
+    budget: int = 4
 
 
 CASES = {
-    "long_tail": Case("areal-math-1.5b", 16, 4, tokens=100.0, seconds=25.0, budget=4),
-    "tools": Case("tools", 32, 8, tokens=100.0, seconds=25.0, budget=4),
+    "long_tail": Case("areal-math-1.5b", 16, 4, tokens=100.0, seconds=25.0, gpus_per_node=8),
+    # Whole batches, and steps of 10 s: what a batch costs the queue is scaled down with neither.
+    "tools": Case("tools", 64, 8, tokens=100.0, seconds=12.5, gpus_per_node=2),
 }
-GPUS, GPUS_PER_NODE = 64, 8
+GPUS = 64
 # Of the splits in which the trainer hardly waits, the fastest.
-LEAST_BUSY = 0.95
+LEAST_BUSY = 0.98
 
 
 def miniature(case: Case) -> Profile:
@@ -67,7 +70,7 @@ def miniature(case: Case) -> Profile:
     samples = case.batch_groups * case.group_size
     # A GPU of the benchmark stands for so many of the profile, by the samples that it works on.
     gpu = whole.gpus / GPUS * samples / whole.batch_samples
-    slots = rollouts.concurrency / rollouts.gpus_per_node * gpu * GPUS_PER_NODE
+    slots = rollouts.concurrency / rollouts.gpus_per_node * gpu * case.gpus_per_node
     # Whole groups, as on the large nodes of the profile nearly all slots can be used.
     concurrency = math.ceil(slots / case.group_size) * case.group_size
     slowdown = rollouts.slowdown * (rollouts.concurrency - 1) / max(concurrency - 1, 1)
@@ -76,8 +79,8 @@ def miniature(case: Case) -> Profile:
             "batch_groups": case.batch_groups,
             "group_size": case.group_size,
             "budget": case.budget,
-            "rollouts.nodes": GPUS // GPUS_PER_NODE // 2,
-            "rollouts.gpus_per_node": GPUS_PER_NODE,
+            "rollouts.nodes": GPUS // case.gpus_per_node // 2,
+            "rollouts.gpus_per_node": case.gpus_per_node,
             "rollouts.concurrency": concurrency,
             "rollouts.slowdown": slowdown,
             "rollouts.answer_tokens.median": lengths.median / case.tokens,

@@ -11,7 +11,7 @@ from leeway.errors import ConfigError
 from trajectory_queue.plan import profile as profiles
 from trajectory_queue.plan.command import changed
 from trajectory_queue.plan.profile import LogNormal, Profile, Rollouts, Trainer
-from trajectory_queue.plan.questions import Answer, bound, smallest_good
+from trajectory_queue.plan.questions import Answer, best, bound, smallest_good, splits
 from trajectory_queue.plan.simulation import Simulation, simulate
 
 
@@ -148,6 +148,25 @@ def test_the_smallest_budget_near_the_best_is_recommended() -> None:
         for eta in (0, 1, 2, 4)
     ]
     assert smallest_good(answers).profile.budget == 2
+
+
+def test_gpus_are_divided_more_finely_around_the_best_split() -> None:
+    """20 nodes generate as fast as 44 GPUs train; the whole range alone is tried in steps of 8."""
+    profile = steady(
+        batch_groups=40,
+        budget=4,
+        **{
+            "rollouts.nodes": 32,
+            "trainer.gpus": 32,
+            "trainer.fixed_seconds": 0.0,
+            "trainer.token_seconds": 44 / 1600,
+        },
+    )
+    answers = splits(profile, steps=6)
+    nodes = [answer.profile.rollouts.nodes for answer in answers]
+    assert nodes == sorted(set(nodes)) and (nodes[0], nodes[-1]) == (1, 63)
+    chosen = best(answers).profile
+    assert (chosen.rollouts.nodes, chosen.trainer.gpus) == (20, 44)
 
 
 @pytest.mark.parametrize(

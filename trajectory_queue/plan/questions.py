@@ -89,11 +89,26 @@ def smallest_good(answers: Sequence[Answer]) -> Answer:
 
 
 def splits(profile: Profile, *, steps: int, seed: int = 0) -> list[Answer]:
-    """The same GPUs, divided between rollout nodes and trainer in other ways."""
-    per_node = max(profile.rollouts.gpus_per_node, 1e-9)
-    most = int((profile.gpus - 1e-9) / per_node)
-    count = min(most, _SPLITS)
-    choices = sorted({round(1 + step * (most - 1) / max(count - 1, 1)) for step in range(count)})
+    """The same GPUs, divided between rollout nodes and trainer in other ways: over the whole range,
+    and closer around the best of those."""
+    most = int((profile.gpus - 1e-9) / max(profile.rollouts.gpus_per_node, 1e-9))
+    coarse = _spread(1, most)
+    answers = _divided(profile, coarse, steps, seed)
+    at = coarse.index(best(answers).profile.rollouts.nodes)
+    near = _spread(coarse[max(0, at - 1)], coarse[min(at + 1, len(coarse) - 1)])
+    answers += _divided(profile, [n for n in near if n not in coarse], steps, seed)
+    return sorted(answers, key=lambda answer: answer.profile.rollouts.nodes)
+
+
+def _spread(least: int, most: int) -> list[int]:
+    """At most `_SPLITS` whole numbers, evenly spaced, with both ends."""
+    count = min(most - least + 1, _SPLITS)
+    between = (most - least) / max(count - 1, 1)
+    return [round(least + step * between) for step in range(count)]
+
+
+def _divided(profile: Profile, choices: Sequence[int], steps: int, seed: int) -> list[Answer]:
+    per_node = profile.rollouts.gpus_per_node
     settings = []
     for nodes in choices:
         rest = profile.gpus - nodes * per_node
