@@ -79,7 +79,7 @@ charts: setup-dev ## Write what follows from the configuration: schemas, golden 
 	$(BIN)/python -m tests.deploy.test_manifests
 
 namespaces: setup-dev setup-deploy ## Run two clusters in network namespaces, as root, in full length
-	LEEWAY_NAMESPACES=full $(BIN)/python -m pytest -x -s tests/deploy/test_namespaces.py
+	LEEWAY_NAMESPACES=full $(BIN)/python -m pytest -x -s tests/deploy/test_distance.py tests/deploy/test_namespaces.py
 
 release-protos: setup-dev ## Take today's wire as the one that the next release must understand
 	cd protos && ../$(BIN)/buf build --exclude-source-info --output released.binpb

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from leeway import models
 from tests import tiny
 from tests.deploy.charts import (
     NAMESPACE,
@@ -23,6 +29,7 @@ from tests.deploy.charts import (
     chart,
     helm,
     of_kind,
+    tool,
     workloads,
 )
 from tests.deploy.network import Cluster, Link
@@ -86,6 +93,36 @@ ROLLOUT = {
     },
     "telemetry": _traces("rollout"),
 }
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the clusters run: the values of both charts' run.yaml, and the model on their volume."""
+
+    run: Mapping[str, Any]
+    model: Path
+    rollout: Mapping[str, Any]
+    """Values of the rollout cluster's chart."""
+
+
+def tiny_job(directory: Path) -> Job:
+    return Job(RUN, tiny.build(directory / "model"), ROLLOUT)
+
+
+def quickstart_job(directory: Path) -> Job:
+    """`examples/quickstart.yaml` without an end, its model and its reward; one node."""
+    run = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    reward = Path("examples/quickstart_reward.py")
+    for name in ("keep", "reward"):
+        run["task"][name] = run["task"][name].replace(str(reward), f"/leeway/files/{reward.name}")
+    run["model"]["path"] = "/leeway/model"
+    run["trainer"] |= {"steps": 1_000_000, "batch_seconds": 600}
+    shutil.copytree(models.resolve("smollm2-135m-instruct"), directory / "model")
+    return Job(
+        {"run": run, "files": {reward.name: (ROOT / reward).read_text()}, "model": RUN["model"]},
+        directory / "model",
+        ROLLOUT | {"nodes": {"replicas": 1}},
+    )
 
 
 class Side:
@@ -153,17 +190,17 @@ class Side:
 class TwoClusters:
     """Both sides, and the link between them."""
 
-    def __init__(self, directory: Path, overrides: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, job: Job) -> None:
         self.directory = directory
-        self.run = {**RUN, "run": {**RUN["run"], **overrides}}  # type: ignore[dict-item]
-        model = tiny.build(directory / "model")
-        for path in (model, *model.iterdir()):
+        self.job = job
+        self.name = job.run["run"]["run"]["name"]
+        for path in (job.model, *job.model.iterdir()):
             path.chmod(0o755)
         (directory / "t").mkdir()
         (directory / "r").mkdir()
         self.spans = directory / "spans.jsonl"
-        self.trainer = Side("trainer", directory / "t", model, self.spans)
-        self.rollout = Side("rollout", directory / "r", model, self.spans)
+        self.trainer = Side("trainer", directory / "t", job.model, self.spans)
+        self.rollout = Side("rollout", directory / "r", job.model, self.spans)
         self.link = Link(
             (self.trainer.cluster.router, OUTSIDE["trainer"]),
             (self.rollout.cluster.router, OUTSIDE["rollout"]),
@@ -175,7 +212,7 @@ class TwoClusters:
     def install_trainer(self) -> None:
         """`helm install trainer deploy/helm/trainer-cluster -f run.yaml -f trainer.yaml`."""
         side = self.trainer
-        side.render(self._write("trainer.yaml", TRAINER), self._write("run.yaml", self.run))
+        side.render(self._write("trainer.yaml", TRAINER), self._write("run.yaml", self.job.run))
         side.storage.secrets = _made_by(side.workloads["credentials"])
         side.hosts["trainer-redis"] = [side.place("redis", "trainer-redis-0")]
         queues = [side.place("queue", f"trainer-queue-{n}") for n in range(2)]
@@ -187,20 +224,21 @@ class TwoClusters:
     def install_rollout(self) -> None:
         """`helm install rollout deploy/helm/rollout-cluster -f run.yaml -f rollout.yaml`."""
         side = self.rollout
-        side.render(self._write("rollout.yaml", ROLLOUT), self._write("run.yaml", self.run))
-        names = [ROLLOUT[part]["secret"] for part in ("security", "sandbox")]  # type: ignore[index]
+        values = self.job.rollout
+        side.render(self._write("rollout.yaml", values), self._write("run.yaml", self.job.run))
+        names = [values[part]["secret"] for part in ("security", "sandbox")]
         side.storage.secrets = {name: self.trainer.storage.secrets[name] for name in names}
         side.hosts[f"rollout-sandbox.{NAMESPACE}.svc"] = [
             side.place("sandbox", f"rollout-sandbox-{number}")
-            for number in range(ROLLOUT["sandbox"]["replicas"])  # type: ignore[index]
+            for number in range(values["sandbox"]["replicas"])
         ]
-        for number in range(ROLLOUT["nodes"]["replicas"]):  # type: ignore[index]
+        for number in range(values["nodes"]["replicas"]):
             side.place("rollout", f"rollout-rollout-{number}")
         side.start_all()
 
     def steps(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl on the trainer's volume."""
-        file = self.directory / "t" / "claim-trainer-runs" / "tiny" / "metrics.jsonl"
+        file = self.directory / "t" / "claim-trainer-runs" / self.name / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         rows = [json.loads(line) for line in lines if line.endswith("}")]
         return [row for row in rows if row["kind"] == "step"]
@@ -241,11 +279,23 @@ def _made_by(job: Workload) -> dict[str, dict[str, bytes]]:
 
 
 @contextmanager
-def installed(**overrides: Any) -> Iterator[TwoClusters]:
-    """Both sides, empty, while the context lasts."""
+def installed(make: Callable[[Path], Job] = tiny_job) -> Iterator[TwoClusters]:
+    """Both sides with a job, until its first trained step and while the context lasts.
+
+    Skips the test where this cannot be done.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for name in ("iptables", "redis-server", "helm4"):
+        tool(name)
     # Not in pytest's directory, which other users cannot enter.
     with tempfile.TemporaryDirectory(prefix="leeway-") as directory, contextlib.ExitStack() as end:
         Path(directory).chmod(0o755)
-        clusters = TwoClusters(Path(directory), overrides)
+        clusters = TwoClusters(Path(directory), make(Path(directory)))
         end.callback(clusters.close)
+        started = time.monotonic()
+        clusters.install_trainer()
+        clusters.install_rollout()
+        clusters.await_steps(1, "the first trained step", 240)
+        print(f"first step after {time.monotonic() - started:.0f} s")
         yield clusters
