@@ -43,6 +43,17 @@ def expand(spans: Iterable[VersionSpan]) -> npt.NDArray[np.int64]:
     )
 
 
+def beginning(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    """The spans of the first `tokens` tokens."""
+    kept = []
+    for version, length in spans:
+        if tokens <= 0:
+            break
+        kept.append(VersionSpan(version, min(length, tokens)))
+        tokens -= length
+    return tuple(kept)
+
+
 class Staleness(NamedTuple):
     """How far behind a trajectory is at the step that uses it, in versions.
 

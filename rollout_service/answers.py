@@ -167,7 +167,8 @@ class AnswerReader:
 
     def _certain(self) -> int:
         """How much of the text is no beginning of a stop text."""
-        for start in range(self._given, len(self._text)):
+        longest = max(map(len, self._stop), default=0)
+        for start in range(max(self._given, len(self._text) - longest), len(self._text)):
             if any(stop.startswith(self._text[start:]) for stop in self._stop):
                 return start
         return len(self._text)

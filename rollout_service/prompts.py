@@ -6,7 +6,7 @@ nothing that was sampled is ever tokenised again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +64,7 @@ class Renderer:
                 f"context of {context} tokens; lower it, or raise model.context"
             )
         self._tokenizer = tokenizer
+        self._token_ids = _token_ids(tokenizer)
         self._context = context
         self._max_new_tokens = max_new_tokens
 
@@ -155,7 +156,7 @@ class Renderer:
 
     def encode(self, text: str) -> Int32Array:
         """int32 [n]: exactly this text; nothing is put before or behind it."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        return np.asarray(self._token_ids(text), dtype=np.int32)
 
     def decode(self, token_ids: Int32Array) -> str:
         """The ids' whole text, special tokens included."""
@@ -164,3 +165,14 @@ class Renderer:
     def text(self, token_ids: Int32Array) -> str:
         """The completion that a reward function sees: sampled ids without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _token_ids(tokenizer: ChatTokenizer) -> Callable[[str], Sequence[int]]:
+    """What `tokenizer.encode` returns; of the library behind it where there is one, which answers
+    0.3 ms sooner: a tenth of what the gateway may take."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    backend.no_truncation()
+    backend.no_padding()
+    return lambda text: backend.encode(text, add_special_tokens=False).ids

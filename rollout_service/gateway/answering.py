@@ -10,7 +10,7 @@ from prometheus_client import Counter
 
 from leeway.errors import DataError, InfrastructureError
 from leeway.trajectory import FinishReason, Int32Array, Sampling
-from leeway.versions import expand, spans_of
+from leeway.versions import beginning
 from rollout_service.answers import AnswerFormat, AnswerReader, Said
 from rollout_service.engines.base import Engine, GenerateRequest, Generation
 from rollout_service.gateway.conversation import Answer
@@ -207,7 +207,7 @@ class _Live:
             context=context,
             token_ids=generation.token_ids[:end],
             logprobs=generation.logprobs[:end],
-            versions=spans_of(expand(generation.versions)[:end]),
+            versions=beginning(generation.versions, end),
             finish_reason=finish,
             seconds=generation.seconds,
         )

@@ -20,7 +20,7 @@ from leeway.trajectory import (
     Trajectory,
 )
 from leeway.v1 import trajectory_pb2 as pb
-from leeway.versions import VersionSpan, expand, required_version, spans_of, staleness
+from leeway.versions import VersionSpan, beginning, expand, required_version, spans_of, staleness
 
 
 def make_task(**changes: Any) -> Task:
@@ -150,6 +150,13 @@ def test_spans_encode_versions(versions: list[int]) -> None:
     spans = spans_of(versions)
     assert expand(spans).tolist() == versions
     assert all(a.version != b.version for a, b in pairwise(spans))
+
+
+@given(st.lists(st.integers(0, 5)), st.integers(0, 30))
+def test_an_answer_that_is_cut_keeps_the_versions_of_its_beginning(
+    versions: list[int], tokens: int
+) -> None:
+    assert beginning(spans_of(versions), tokens) == spans_of(versions[:tokens])
 
 
 @given(st.integers(0, 100), st.integers(0, 50), st.integers(0, 50))

@@ -1,11 +1,15 @@
 """Messages become prompt ids in one place, and only where an answer still fits."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from jinja2 import TemplateError
+from transformers import AutoTokenizer
 
 from leeway.errors import ConfigError, DataError
 from rollout_service.prompts import Renderer
+from tests.gateway import agent_model
 
 
 class Characters:
@@ -77,3 +81,15 @@ def test_an_answer_that_fills_the_context():
         "sampling.max_new_tokens = 10: leaves no room for a prompt in the context of 10 tokens; "
         "lower it, or raise model.context"
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a  b\n", "<|im_start|>user\nHé 🎈<|im_end|>", "</s><eos>", "x" * 5000]
+)
+def test_ids_are_those_of_the_tokenizer_itself(text: str, tmp_path: Path) -> None:
+    """They are asked of the library behind it; a limit of the tokenizer's own cuts nothing off."""
+    tokenizer = AutoTokenizer.from_pretrained(agent_model.build(tmp_path, trained=False))
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    own = Renderer(tokenizer, context=100, max_new_tokens=10).encode(text)
+    assert own.dtype == np.int32 and own.tolist() == expected
