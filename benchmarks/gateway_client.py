@@ -7,9 +7,8 @@ Each key is a session that asks ROUNDS times, one by one; prints each request's 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
+import socket
 import sys
 import time
 import urllib.parse
@@ -21,21 +20,46 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 def ask(url: str, key: str, number: int, rounds: int, tokens: int) -> list[float]:
-    """Through the plainest client, on one connection: an SDK's own work is not the gateway's."""
-    host = urllib.parse.urlsplit(url).netloc
+    """From a request's first byte sent until its answer's last is there, on one connection: what a
+    client does before and after is not the gateway's."""
+    address = urllib.parse.urlsplit(url)
     seconds = []
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with contextlib.closing(http.client.HTTPConnection(host, timeout=600)) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=600) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for turn in range(rounds):
             body = {"messages": question(1000 * turn + number), "max_tokens": tokens}
+            content = json.dumps(body).encode()
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
+                f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(content)}\r\n\r\n"
+            )
             started = time.perf_counter()
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-            answer = connection.getresponse()
-            text = answer.read()
-            if answer.status != 200:
-                raise SystemExit(text.decode())
+            connection.sendall(head.encode() + content)
+            status, answer = _read(connection)
             seconds.append(time.perf_counter() - started)
+            if status != 200:
+                raise SystemExit(answer.decode())
     return seconds
+
+
+def _read(connection: socket.socket) -> tuple[int, bytes]:
+    """The status and the body of one response."""
+    data = b""
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        data += _received(connection)
+    head, body = data[:end].lower(), data[end + 4 :]
+    length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += _received(connection)
+    return int(head.split()[1]), body
+
+
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(1 << 16)
+    if not data:
+        raise SystemExit("the gateway closed the connection")
+    return data
 
 
 if __name__ == "__main__":
