@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -89,6 +90,8 @@ class RolloutNode:
         self._waits = Waits()
         self._running: dict[str, _Running] = {}
         self._owners: dict[str, _Running] = {}
+        # Leases that have not begun: there is no place for them yet.
+        self._held: deque[tuple[Lease, Sequence[Sample]]] = deque()
         self._unfinished = 0
         rollout = config.rollout
         self._adaptive = (
@@ -125,7 +128,7 @@ class RolloutNode:
     async def _lease_and_roll_out(self) -> None:
         await self._receiver.wait_for(0, self._config.trainer.batch_seconds)
         HEALTH.set_ready()
-        async with asyncio.TaskGroup() as rollouts:
+        async with asyncio.TaskGroup() as self._rollouts:
             while not self._draining:
                 groups = await self._room()
                 kind = "further tasks" if self._unfinished else "tasks"
@@ -138,33 +141,51 @@ class RolloutNode:
                     )
                 self._admission = leased.waiting_for
                 if leased.run_finished:
+                    self._held.clear()
                     return
                 if leased.leases:
-                    work = [(lease, _samples(lease)) for lease in leased.leases]
-                    # Before they begin: the next request asks for what these leave.
-                    self._count(sum(len(samples) for _, samples in work))
-                    rollouts.create_task(self._roll_out(work))
+                    self._held.extend((lease, _samples(lease)) for lease in leased.leases)
+                    self._begin()
                 elif leased.needs_version is not None:
                     with self._waits.waiting_for("weights", f"version {leased.needs_version}"):
                         await self._await_version(leased.needs_version)
 
     async def _room(self) -> int:
-        """Waits until another group fits, and says how many do.
+        """Waits until another group may be leased, and says how many may.
 
         With a budget of 0 the node leases only when idle, and its share of a batch: then that is
         one call to the engine, and the run of a single node is reproducible bit by bit.
         """
         size, batch = self._config.queued_group_size, self._config.queued_batch_groups
-        in_step = self._config.staleness.first_budget == 0
+        ahead = self._config.rollout.prefetch_groups
         while True:
-            room = (self._concurrency - self._unfinished) // size
-            if self._unfinished == 0 and not self._running:
+            room = (self._concurrency - self._unfinished) // size + ahead - len(self._held)
+            if self._unfinished == 0 and not self._running and not self._held:
                 # A group larger than the node's concurrency runs by itself.
-                return -(-batch // self._config.rollout.nodes) if in_step else max(room, 1)
-            if room >= 1 and not in_step:
+                return -(-batch // self._config.rollout.nodes) if self._in_step else max(room, 1)
+            if room >= 1 and not self._in_step:
                 return room
             self._changed.clear()
             await self._changed.wait()
+
+    def _begin(self) -> None:
+        """Begins the leases that are held, as far as there are places."""
+        work = []
+        while self._held and not self._draining:
+            size = len(self._held[0][1])
+            fits = self._unfinished + size <= self._concurrency
+            if not (fits or self._in_step or self._unfinished == 0):
+                break
+            work.append(self._held.popleft())
+            # Before they run: the next request asks for what these leave.
+            self._count(size)
+        if work:
+            self._rollouts.create_task(self._roll_out(work))
+
+    @property
+    def _in_step(self) -> bool:
+        """Nothing is generated while the trainer learns."""
+        return self._config.staleness.first_budget == 0
 
     @property
     def _concurrency(self) -> int:
@@ -188,6 +209,7 @@ class RolloutNode:
             if change is not None:
                 log.info("concurrency", was=before, now=change.limit, reason=change.reason)
                 _LIMIT.set(change.limit)
+                self._begin()
                 self._changed.set()
 
     async def _await_version(self, version: int) -> None:
@@ -203,6 +225,7 @@ class RolloutNode:
         everything = [sample for _, samples in work for sample in samples]
         if not await self._hold_version([lease for lease, _ in work]):
             self._count(-len(everything))
+            self._begin()
             return
         for lease, samples in work:
             running = _Running(lease, open={sample.sample_id: sample for sample in samples})
@@ -230,6 +253,7 @@ class RolloutNode:
         running = self._owners[name]
         if isinstance(event, Generated):
             self._count(-1)
+            self._begin()
             return
         try:
             if isinstance(event, Failed):
@@ -291,10 +315,12 @@ class RolloutNode:
                 progress={
                     lease_id: run.tokens + self._workflow.progress(run.open)
                     for lease_id, run in self._running.items()
-                },
+                }
+                | {lease.lease_id: 0 for lease, _ in self._held},
                 waiting=self._waits.current(),
                 load=min(1.0, self._unfinished / self._concurrency),
             )
+            self._held = deque(held for held in self._held if held[0].lease_id not in lost)
             for lease_id in lost:
                 running = self._running.get(lease_id)
                 if running is not None:
@@ -312,6 +338,8 @@ class RolloutNode:
         try:
             async with asyncio.timeout(self._config.rollout.drain_seconds):
                 await self._workflow.abort([name for run in leases for name in list(run.open)])
+                for lease, _ in self._held:
+                    await self._queue.give_back(lease.lease_id)
                 await asyncio.wait({leasing})
                 for running in leases:
                     if running.interrupted:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, SecretStr, model_validator
 
 from leeway.config.services import LOOPBACK_ANY_PORT
 from leeway.section import Limits, Section
@@ -106,6 +106,9 @@ class RolloutConfig(Section):
     """Sequences that a node generates at once, or sessions that it has open. `auto`: each node
     tunes it to its engine while the run lasts, within `auto`'s limits."""
     auto: AutoConcurrencyConfig = AutoConcurrencyConfig()
+    prefetch_groups: NonNegativeInt = 0
+    """Groups that a node leases before it has places for them, so that one that falls free is taken
+    at once and not after a way to the queue and back: worth 1 or 2 where the queue is far away."""
     update_mode: UpdateMode = UpdateMode.IN_PLACE
     heartbeat_seconds: PositiveFloat = 5.0
     drain_seconds: PositiveFloat = 3.0

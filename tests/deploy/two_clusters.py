@@ -110,13 +110,14 @@ def tiny_job(directory: Path) -> Job:
 
 
 def quickstart_job(directory: Path) -> Job:
-    """`examples/quickstart.yaml` without an end, its model and its reward; one node."""
+    """`examples/quickstart.yaml` without an end, its model and its reward; one node, far away."""
     run = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
     reward = Path("examples/quickstart_reward.py")
     for name in ("keep", "reward"):
         run["task"][name] = run["task"][name].replace(str(reward), f"/leeway/files/{reward.name}")
     run["model"]["path"] = "/leeway/model"
     run["trainer"] |= {"steps": 1_000_000, "batch_seconds": 600}
+    run["rollout"]["prefetch_groups"] = 1
     shutil.copytree(models.resolve("smollm2-135m-instruct"), directory / "model")
     return Job(
         {"run": run, "files": {reward.name: (ROOT / reward).read_text()}, "model": RUN["model"]},

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from benchmarks.fleet import RUN
 from leeway import rpc
@@ -25,10 +29,11 @@ DEADLINE = 30.0
 
 
 class Slow:
-    """Samples take 20 ms each and then are whole."""
+    """Samples take 20 ms each and then are whole; `goes_on` lets them end."""
 
     def __init__(self) -> None:
         self.under_way = self.most = 0
+        self.goes_on = asyncio.Event()
 
     async def run(
         self, samples: Sequence[Sample], tell: Callable[[Event], Awaitable[None]]
@@ -36,6 +41,7 @@ class Slow:
         self.under_way += len(samples)
         self.most = max(self.most, self.under_way)
         await asyncio.sleep(0.02)
+        await self.goes_on.wait()
         for sample in samples:
             self.under_way -= 1
             await tell(Generated(sample))
@@ -47,8 +53,11 @@ class Slow:
         return 0
 
 
-async def roll_out(directory: Path, concurrency: int) -> int:
-    """The most samples under way at once while groups of two are rolled out."""
+@asynccontextmanager
+async def rolling_out(
+    directory: Path, **rollout: Any
+) -> AsyncIterator[tuple[Slow, OperatorQueue, asyncio.Event]]:
+    """A node that leases from a queue of groups of two; setting the event drains it."""
     model = tiny.build(directory / "model")
     workflow, stop = Slow(), asyncio.Event()
 
@@ -56,13 +65,13 @@ async def roll_out(directory: Path, concurrency: int) -> int:
         return configuration(
             directory,
             queue=queue,
-            rollout=RolloutConfig(concurrency=concurrency),
+            rollout=RolloutConfig(**rollout),
             staleness=StalenessConfig(budget=1),
             trainer=TrainerConfig(batch_groups=GROUPS // 2),
         )
 
     config = configured(QueueConfig())
-    engine = TorchEngine(model, concurrency=concurrency)
+    engine = TorchEngine(model, concurrency=config.rollout.most_concurrency)
     async with serving(config) as address, rpc.connect(address, config.security) as channel:
         trainer, operator = TrainerQueue(channel, "trainer"), OperatorQueue(channel, "operator")
         await trainer.resume(0)
@@ -91,17 +100,42 @@ async def roll_out(directory: Path, concurrency: int) -> int:
                 )
                 async with asyncio.timeout(DEADLINE), asyncio.TaskGroup() as tasks:
                     tasks.create_task(node.run(stop))
-                    while dict((await operator.status()).groups).get("queued") != GROUPS:
-                        await asyncio.sleep(0.02)
+                    yield workflow, operator, stop
                     stop.set()
     await engine.close()
-    return workflow.most
 
 
-async def test_no_more_is_under_way_than_the_concurrency_says(tmp_path: Path) -> None:
+async def until(operator: OperatorQueue, **groups: int) -> None:
+    """So many groups of each state are in the queue."""
+    while groups.items() - dict((await operator.status()).groups).items():
+        await asyncio.sleep(0.02)
+
+
+async def most_at_once(directory: Path, **rollout: Any) -> int:
+    """Samples, while all groups are rolled out."""
+    async with rolling_out(directory, **rollout) as (workflow, operator, _):
+        workflow.goes_on.set()
+        await until(operator, queued=GROUPS)
+        return workflow.most
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+async def test_no_more_is_under_way_than_the_concurrency_says(tmp_path: Path, ahead: int) -> None:
     """An idle node took a whole batch, and one that had just leased counted too late."""
-    assert 6 <= await roll_out(tmp_path, concurrency=7) <= 7
+    assert 6 <= await most_at_once(tmp_path, concurrency=7, prefetch_groups=ahead) <= 7
 
 
 async def test_a_group_larger_than_the_concurrency_runs_by_itself(tmp_path: Path) -> None:
-    assert await roll_out(tmp_path, concurrency=1) == 2
+    assert await most_at_once(tmp_path, concurrency=1) == 2
+
+
+async def test_groups_are_leased_ahead_and_given_back_when_the_node_ends(tmp_path: Path) -> None:
+    lease = QueueConfig().lease_seconds
+    settings = {"concurrency": 6, "prefetch_groups": 2, "drain_seconds": lease}
+    async with rolling_out(tmp_path, **settings) as (workflow, operator, stop):
+        await until(operator, running=5)
+        assert workflow.under_way == 6
+        stop.set()
+        # Long before the leases would have expired.
+        await until(operator, running=3)
+        workflow.goes_on.set()
