@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -192,19 +193,24 @@ async def test_a_trainer_that_stops_saves_the_last_version_that_it_has_begun(
     config = config.model_copy(update={"trainer": trainer_config})
     backend, stop = Stopping(Path(config.model.path), config.trainer), asyncio.Event()
     loop = asyncio.get_running_loop()
+    saved, heard = checkpoints_of(tmp_path), threading.Event()
 
     def ask() -> None:
-        heard = threading.Event()
         loop.call_soon_threadsafe(stop.set)
         loop.call_soon_threadsafe(heard.set)
         assert heard.wait(30.0)
+        # A gradient ends when all is over: otherwise the batch might begin to change weights.
+        deadline = time.monotonic() + 30.0
+        while call == "accumulate" and saved.latest() is None:
+            assert time.monotonic() < deadline, "the stop waits for a gradient"
+            time.sleep(0.01)
 
     backend.ask, backend.call = ask, call
     before = values(backend)
     async with training(config, backend, tmp_path, 1.0, Published()) as (trainer, queue):
         await trainer.run(stop)
         assert (await queue.status()).version == version
-    latest = checkpoints_of(tmp_path).latest()
+    latest = saved.latest()
     assert latest is not None and latest.extra["version"] == version
     after = TorchBackend(Path(config.model.path), config.trainer)
     Learners(after).load(latest.path)
