@@ -98,6 +98,7 @@ class Trainer:
         self._saved_version = -1
         # What earlier lives have published: until then nothing is new to the nodes.
         self._replayed_to = 0
+        self._published_before = 0
         self._checked_engine = False
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")
@@ -199,10 +200,16 @@ class Trainer:
             self._learners,
             self._position.version,
             self._changing,
-            check_engine=not self._checked_engine,
+            check_engine=not self._checked_engine and self._is_own_version,
         )
         self._checked_engine = self._checked_engine or learned.checked_engine
         return learned
+
+    @property
+    def _is_own_version(self) -> bool:
+        """Whether nodes have the present version from this life: an earlier one, killed between
+        publishing and committing, may have come to the same number by another batch."""
+        return not 0 < self._position.version <= self._published_before
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -308,7 +315,8 @@ class Trainer:
         status = await self._queue.status()
         # Further than what is there to train on no life gets without the nodes.
         batches = status.groups["queued"] // status.batch_groups
-        self._replayed_to = min(self._checkpoints.published, self._position.version + batches)
+        self._published_before = self._checkpoints.published
+        self._replayed_to = min(self._published_before, self._position.version + batches)
         self._publisher = await asyncio.to_thread(self._start_publisher, resumed.incarnation)
         if self._position.version >= self._replayed_to:
             await self._publish()

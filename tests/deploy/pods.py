@@ -212,6 +212,10 @@ def _script(
     entries = [f"{address} {name}" for name, several in hosts.items() for address in several]
     hosts_file.write_text("\n".join(["127.0.0.1 localhost", *entries, ""]))
     lines.append(f"mount --bind {hosts_file} {root}/etc/hosts")
+    # Nothing answers there, at once: the machine's own server is out of reach, which takes seconds.
+    nameservers = storage.directory / f"{pod}-resolv.conf"
+    nameservers.write_text("nameserver 127.0.0.1\n")
+    lines.append(f"mount --bind {nameservers} {root}/etc/resolv.conf")
     volumes = {volume["name"]: volume for volume in workload.spec["volumes"]}
     for mount in container["volumeMounts"]:
         volume = volumes.get(mount["name"])
