@@ -96,9 +96,9 @@ class Trainer:
         self._spans = spans
         self._position = Position()
         self._saved_version = -1
-        # What earlier lives have published: until then nothing is new to the nodes.
-        self._replayed_to = 0
-        self._published_before = 0
+        # What earlier lives have published, and how far of it this one comes by itself: until then
+        # nothing is new to the nodes.
+        self._published_before = self._replayed_to = 0
         self._checked_engine = False
         self._stop = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "compute")

@@ -34,7 +34,8 @@ def test_distance_costs_little_throughput() -> None:
             print(f"{name}: {sum(own):.1f} s, of which the trainer waits {waits:.1f} s", flush=True)
             seconds[name] += own
     ratio = sum(seconds["near"]) / sum(seconds["far"])
-    print(f"far/near {ratio:.3f}; of medians {_of_medians(seconds):.3f}")
+    near, far = (statistics.median(seconds[name]) for name in ("near", "far"))
+    print(f"far/near {ratio:.3f}; of medians {near / far:.3f}")
     assert ratio >= 0.95
 
 
@@ -45,7 +46,3 @@ def _steps_over(clusters: TwoClusters, delay: int, loss: int) -> list[dict[str, 
     before = len(clusters.steps())
     clusters.await_steps(MEASURED, "measured steps", 600)
     return clusters.steps()[before : before + MEASURED]
-
-
-def _of_medians(seconds: dict[str, list[float]]) -> float:
-    return statistics.median(seconds["near"]) / statistics.median(seconds["far"])

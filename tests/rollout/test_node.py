@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.fleet import RUN
 from leeway import rpc
-from leeway.config import Config, QueueConfig, RolloutConfig, StalenessConfig, TrainerConfig
+from leeway.config import QueueConfig, RolloutConfig, StalenessConfig, TrainerConfig
 from leeway.telemetry import Spans
 from rollout_service.engines.stored_weights import load_weights
 from rollout_service.engines.torch_engine import TorchEngine
@@ -60,17 +60,12 @@ async def rolling_out(
     """A node that leases from a queue of groups of two; setting the event drains it."""
     model = tiny.build(directory / "model")
     workflow, stop = Slow(), asyncio.Event()
-
-    def configured(queue: QueueConfig) -> Config:
-        return configuration(
-            directory,
-            queue=queue,
-            rollout=RolloutConfig(**rollout),
-            staleness=StalenessConfig(budget=1),
-            trainer=TrainerConfig(batch_groups=GROUPS // 2),
-        )
-
-    config = configured(QueueConfig())
+    config = configuration(
+        directory,
+        rollout=RolloutConfig(**rollout),
+        staleness=StalenessConfig(budget=1),
+        trainer=TrainerConfig(batch_groups=GROUPS // 2),
+    )
     engine = TorchEngine(model, concurrency=config.rollout.most_concurrency)
     async with serving(config) as address, rpc.connect(address, config.security) as channel:
         trainer, operator = TrainerQueue(channel, "trainer"), OperatorQueue(channel, "operator")
@@ -90,7 +85,7 @@ async def rolling_out(
                     initial=weights,
                 )
                 node = RolloutNode(
-                    configured(QueueConfig(address=address)),
+                    config.model_copy(update={"queue": QueueConfig(address=address)}),
                     "node",
                     engine,
                     RolloutQueue(channel, "node"),
