@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from leeway.config import Config, EndpointConfig
@@ -13,6 +14,7 @@ from rollout_service.sandbox.pool import WorkerPool
 from rollout_service.sandbox.remote import sandboxes
 from rollout_service.sandbox.service import serve
 from rollout_service.sandbox.work import Work, Workers
+from tests.waiting import alive, eventually
 
 PLACES = ("node", "sandbox")
 
@@ -58,3 +60,13 @@ async def workers(
             return
         address = await stack.enter_async_context(serving(config))
         yield await stack.enter_async_context(sandboxes(config, address, work, asked))
+
+
+async def under_way(file: Path) -> int:
+    """The process of a call that has begun, and wrote its id there."""
+    await eventually(lambda: file.exists() and file.read_text() != "", "a call's begin")
+    return int(file.read_text())
+
+
+async def ended(pid: int) -> None:
+    await eventually(lambda: not alive(pid), f"the end of process {pid}")

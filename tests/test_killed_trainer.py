@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import tiny
-from tests.test_up import Run, gone, until
+from tests.test_up import SECONDS, Run
+from tests.waiting import children, gone, kill, until
 
 KILLS = int(os.environ.get("LEEWAY_KILLS", "3"))
 STEPS = 4 + 3 * KILLS
@@ -55,13 +55,10 @@ def started(run: Run, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def trainers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The trainer's processes: one, or torchrun's ranks."""
-    found = []
-    for one in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            words = one.cmdline()
-            if "trainer" in words and "torch.distributed.run" not in words:
-                found.append(one)
-    return found
+    return children(
+        process.pid,
+        lambda command: "trainer" in command and "torch.distributed.run" not in command,
+    )
 
 
 def kill_now_and_then(run: Run, process: subprocess.Popen[bytes], seed: int) -> set[int]:
@@ -74,18 +71,20 @@ def kill_now_and_then(run: Run, process: subprocess.Popen[bytes], seed: int) -> 
     moments = random.Random(seed)
     met = set()
     for _ in range(KILLS):
-        until(lambda: bool(trainers(process)), "a trainer", run)
+        until(lambda: trainers(process), "a trainer", SECONDS, run.said)
         lives = moments.randrange(3)
         if lives:
             reached = len(run.steps()) + lives
-            until(lambda reached=reached: len(run.steps()) >= reached, "its steps", run)
+            until(
+                lambda reached=reached: len(run.steps()) >= reached, "its steps", SECONDS, run.said
+            )
             time.sleep(moments.uniform(0.0, 0.5))
         else:
             time.sleep(moments.uniform(0.2, 5.0))
         victims = trainers(process)
         met.add(len(run.steps()))
-        moments.choice(victims).send_signal(signal.SIGKILL)
-        until(lambda victims=victims: gone(victims), "its end", run)
+        kill([moments.choice(victims)])
+        until(lambda v=victims: gone(v), "its end", SECONDS, run.said)
     return met
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModelForTokenClassification
 
 from tests import tiny
 from tests.test_killed_trainer import started, trainers
-from tests.test_up import Run, gone, until
+from tests.test_up import SECONDS, Run
+from tests.waiting import gone, until
 
 STEPS = 30
 REWARD = """
@@ -55,10 +56,12 @@ def straight_and_killed(
         runs.append(run := prepared(tmp_path / name, model))
         with started(run, *settings) as process:
             if name == "killed":
-                until(lambda run=run: len(run.steps()) >= kill_after, "its steps", run)
+                until(
+                    lambda run=run: len(run.steps()) >= kill_after, "its steps", SECONDS, run.said
+                )
                 victims = trainers(process)
                 victims[0].send_signal(signal.SIGKILL)
-                until(lambda victims=victims: gone(victims), "its end", run)
+                until(lambda v=victims: gone(v), "its end", SECONDS, run.said)
             assert process.wait(120) == 0, run.said()
     return runs[0], runs[1]
 
@@ -142,7 +145,7 @@ def test_a_cut_critic_goes_on_in_another_layout(tmp_path: Path, model: Path) -> 
     run = prepared(tmp_path / "run", model)
     cut = ("trainer.backend=megatron", "trainer.ranks=2")
     with started(run, *PPO, *cut, "trainer.layout=pp=2", "trainer.steps=1000") as process:
-        until(lambda: len(run.steps()) >= 3, "steps of pipeline stages", run)
+        until(lambda: len(run.steps()) >= 3, "steps of pipeline stages", SECONDS, run.said)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0, run.said()
     newest = (run.path / "checkpoints" / "LATEST").read_text()

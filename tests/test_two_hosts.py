@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from leeway import report, rpc
 from leeway.local import free_addresses
 from leeway.v1 import queue_pb2, queue_pb2_grpc
 from tests import tiny
-from tests.test_up import Run, gone
+from tests.test_up import Run
+from tests.waiting import children, gone, kill, until
 
 SECONDS = 150.0
 # An agent that is silent for so long is no longer counted: 3 x 2 s.
@@ -95,19 +95,15 @@ class Hosts:
         return asyncio.run(ask())
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"{what}: not within {seconds} s\n{self.said()}"
-            time.sleep(0.05)
+        until(condition, what, seconds, self.said)
 
     def said(self) -> str:
         return self._log.read_text()[-20_000:]
 
     def stop(self) -> None:
         for process in self._started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                    one.kill()
+            kill(children(process.pid))
+            process.kill()
             process.wait()
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
@@ -149,18 +145,11 @@ def started(run: Run, steps: int, nodes: str) -> Iterator[tuple[Hosts, subproces
 
 def ranks(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """An agent's one rank, and what that has started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(agent.pid).children(recursive=True)
-    return []
+    return children(agent.pid)
 
 
 def trainers(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    found = []
-    for one in ranks(agent):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "trainer" in one.cmdline():
-                found.append(one)
-    return found
+    return children(agent.pid, lambda command: "trainer" in command)
 
 
 def wrote(run: Run) -> int:

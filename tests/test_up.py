@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import tiny
+from tests.waiting import children, gone, until
 
 SECONDS = 120.0
 REWARD = """
@@ -103,26 +104,10 @@ class Run:
         return json.loads((self.path / "summary.json").read_text())
 
 
-def until(condition: Callable[[], bool], what: str, run: Run, seconds: float = SECONDS) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds} s\n{run.said()}"
-        time.sleep(0.02)
-
-
-def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
 def child(process: subprocess.Popen[bytes], word: str) -> psutil.Process:
-    for one in psutil.Process(process.pid).children(recursive=True):
-        if word in one.cmdline():
-            return one
-    raise AssertionError(f"no child with {word!r}")
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    found = children(process.pid, lambda command: word in command)
+    assert found, f"no child with {word!r}"
+    return found[0]
 
 
 @pytest.fixture
@@ -174,7 +159,7 @@ def test_nodes_share_each_batch_when_they_go_in_step(run: Run) -> None:
 @pytest.mark.parametrize("word", ["trainer", "rollout", "serve"])
 def test_a_killed_process_is_started_again_and_nothing_is_lost(run: Run, word: str) -> None:
     process = run.start("trainer.steps=10")
-    until(lambda: len(run.steps()) >= 3, "three steps", run)
+    until(lambda: len(run.steps()) >= 3, "three steps", SECONDS, run.said)
     child(process, word).send_signal(signal.SIGKILL)
     assert process.wait(SECONDS) == 0, run.said()
     summary = run.summary()
@@ -186,8 +171,8 @@ def test_a_killed_process_is_started_again_and_nothing_is_lost(run: Run, word: s
 @pytest.mark.slow
 def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) -> None:
     process = run.start("trainer.steps=1000", "trainer.checkpoint_every=1000")
-    until(lambda: len(run.steps()) >= 3, "three steps", run)
-    family = descendants(process)
+    until(lambda: len(run.steps()) >= 3, "three steps", SECONDS, run.said)
+    family = children(process.pid)
     live = run.path / "live.yaml"
     assert live.stat().st_mode & 0o077 == 0, "it holds the token"
     command = [sys.executable, "-m", "leeway.cli", "status", str(live)]
@@ -197,7 +182,7 @@ def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) ->
     process.send_signal(signal.SIGINT)
     assert process.wait(10) == 0, run.said()
     assert time.monotonic() - started < 5.0
-    until(lambda: gone(family), "children gone", run, 1.0)
+    until(lambda: gone(family), "children gone", 1.0, run.said)
     assert list(run.temporary.iterdir()) == [] and not live.exists()
     assert "stopping" in (run.path / "logs" / "trainer.log").read_text(), "its last words"
     latest = (run.path / "checkpoints" / "LATEST").read_text()
@@ -214,12 +199,12 @@ def test_ctrl_c_stops_within_five_seconds_and_the_run_goes_on_later(run: Run) ->
 @pytest.mark.slow
 def test_sigkill_leaves_no_process_and_no_temporary_directory(run: Run) -> None:
     process = run.start("trainer.steps=1000")
-    until(lambda: len(run.steps()) >= 1, "a step", run)
-    family = descendants(process)
+    until(lambda: len(run.steps()) >= 1, "a step", SECONDS, run.said)
+    family = children(process.pid)
     assert len(family) >= 5
     process.kill()
     process.wait()
-    until(lambda: gone(family), "children gone", run, 10.0)
+    until(lambda: gone(family), "children gone", 10.0, run.said)
     assert list(run.temporary.iterdir()) == []
 
 
@@ -295,7 +280,10 @@ def test_what_auto_decides_is_applied_and_told(run: Run) -> None:
         ask = [sys.executable, "-m", "leeway.cli", name, str(live)]
         return subprocess.run(ask, capture_output=True, text=True, timeout=60, check=True).stdout
 
-    until(lambda: any(step["staleness_budget"] > 1 for step in run.steps()), "a wider budget", run)
+    def widened() -> bool:
+        return any(step["staleness_budget"] > 1 for step in run.steps())
+
+    until(widened, "a wider budget", SECONDS, run.said)
     assert "budget 1 -> 2, by auto (both sides wait for it" in command("status")
     url = command("page").strip()
     assert f"Watch it at {url}" in run.output.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,6 +33,7 @@ from rollout_service.workflows.base import (
 from rollout_service.workflows.choose import open_workflow
 from tests import sandboxes
 from tests.gateway import agent_model
+from tests.waiting import children
 from trajectory_queue.client import FailureKind
 
 WRITTEN = Path(__file__).with_name("written.py")
@@ -315,8 +317,4 @@ def _listening() -> str:
 
 
 def _children(word: str) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and any(word in part for part in child.cmdline())
-    ]
+    return children(os.getpid(), lambda command: any(word in part for part in command))

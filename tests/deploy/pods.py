@@ -15,11 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.deploy.charts import ROOT, TOOLS, Manifest, Workload
 
@@ -268,11 +266,3 @@ def _machine() -> dict[str, str]:
 
 def decoded(secret: Manifest) -> dict[str, bytes]:
     return {key: base64.b64decode(value) for key, value in secret["data"].items()}
-
-
-def until(condition: Any, what: str, seconds: float, say: Any = lambda: "") -> None:
-    """Waits for a condition, with a deadline and a name."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s\n{say()}"
-        time.sleep(0.2)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from leeway.deploy.credentials import Parts, make, utc_now
 from leeway.local import free_addresses
 from tests.deploy.charts import of_kind, render, tool
+from tests.waiting import until
 
 SECONDS = 20.0
 
@@ -46,13 +46,6 @@ def read(url: str) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
 
 
-def until(condition: Callable[[], bool], log: Path) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.05)
-
-
 def test_it_reads_redis_with_the_password_and_over_tls(tmp_path: Path) -> None:
     redis, served = (address.rpartition(":")[2] for address in free_addresses(2))
     secret, data = tmp_path / "secret", tmp_path / "data"
@@ -78,14 +71,18 @@ def test_it_reads_redis_with_the_password_and_over_tls(tmp_path: Path) -> None:
     environment = {each["name"]: here(each["value"]) for each in container["env"]}
     health = container["livenessProbe"]["httpGet"]["path"]
     log, address = tmp_path / "exporter.log", f"http://127.0.0.1:{served}"
+
+    def up() -> str | None:
+        return read(f"{address}/metrics").get("redis_up")
+
     with started([tool("redis-exporter")], log, environment):
         # Alive, and says that it sees no Redis.
-        until(lambda: read(f"{address}/metrics").get("redis_up") == "0", log)
+        until(lambda: up() == "0", "its first answer", SECONDS, log.read_text)
         with urllib.request.urlopen(address + health, timeout=5.0) as answer:
             assert answer.status == 200
         server = [tool("redis-server"), str(tmp_path / "redis.conf")]
         with started(server, tmp_path / "redis.log"):
-            until(lambda: read(f"{address}/metrics").get("redis_up") == "1", log)
+            until(lambda: up() == "1", "it sees Redis", SECONDS, log.read_text)
             found = read(f"{address}/metrics")
     assert float(found["redis_aof_enabled"]) == 1.0
     assert float(found["redis_memory_max_bytes"]) == 6 * 2**30

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.charts import tool
-from tests.deploy.pods import until
 from tests.deploy.two_clusters import OUTSIDE, TwoClusters, installed
+from tests.waiting import until
 
 FORM = os.environ.get("LEEWAY_NAMESPACES")
 FULL = FORM == "full"

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -31,9 +30,8 @@ from leeway.trajectory import Group
 from leeway.v1 import trajectory_pb2
 from tests import tiny
 from tests.deploy.charts import NAMESPACE, Manifest, chart, helm, of_kind, tool, workloads
-from tests.deploy.pods import until
 from tests.deploy.two_clusters import RUN
-from tests.test_up import gone
+from tests.waiting import children, gone, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
 
@@ -225,10 +223,10 @@ def test_it_trains_through_sandboxes_that_are_killed_and_nothing_is_lost(run: St
             60,
             run.said,
         )
-        children = psutil.Process(run.running[victim].pid).children(recursive=True)
+        workers = children(run.running[victim].pid)
         run.kill(victim)
         run.await_steps(2, f"steps without {victim}")
-        until(lambda c=children: gone(c), f"the workers of {victim} end", 10, run.said)
+        until(lambda w=workers: gone(w), f"the workers of {victim} end", 10, run.said)
         run.start(victim)
     # And none at all for a while: calls wait.
     for victim in ("sandbox-0", "sandbox-1"):
@@ -269,11 +267,7 @@ def test_a_sandbox_ran_all_of_it(run: Started) -> None:
     ]
     assert min(asked) > 0
     assert run.metric("node", r"leeway_reward_calls_total\{.*\}") == 0
-    assert not [
-        child
-        for child in psutil.Process(run.running["node"].pid).children(recursive=True)
-        if "worker.py" in " ".join(child.cmdline())
-    ]
+    assert not children(run.running["node"].pid, lambda command: "worker.py" in " ".join(command))
 
 
 def test_told_to_end_it_drains_and_the_run_goes_on(run: Started) -> None:

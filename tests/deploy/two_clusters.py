@@ -33,7 +33,8 @@ from tests.deploy.charts import (
     workloads,
 )
 from tests.deploy.network import Cluster, Link
-from tests.deploy.pods import Pod, Storage, decoded, until
+from tests.deploy.pods import Pod, Storage, decoded
+from tests.waiting import until
 
 OUTSIDE = {"trainer": "203.0.113.1", "rollout": "203.0.113.2"}
 DELAY_MS, LOSS_PERCENT = 80, 1

@@ -14,6 +14,7 @@ from leeway.trajectory import Sampling, Task
 from rollout_service.gateway.answering import Gateway
 from rollout_service.gateway.requests import Ask, OverBudgetError, SessionError
 from tests.gateway.conftest import Served
+from tests.waiting import eventually
 
 QUESTION: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "add 3 4"}]}
 TASK = Task("t-1", 0, ({"role": "user", "content": "add 3 4"},), {"answer": 7}, 2, Sampling(), 5)
@@ -107,11 +108,11 @@ async def test_a_client_that_left_gets_its_answer_later_or_never(served: Served)
             asking = asyncio.create_task(
                 http.post("/v1/chat/completions", json=QUESTION, headers={"Idempotency-Key": key})
             )
-            await _until(lambda: served.engine.stats().running == 1)
+            await eventually(lambda: served.engine.stats().running == 1, "the engine")
             asking.cancel()
             await asyncio.wait({asking})
-            await _until(lambda: served.engine.stats().running == 0)
-        await _until(lambda: len(session.conversation.answers) == 2)
+            await eventually(lambda: served.engine.stats().running == 0, "the engine")
+        await eventually(lambda: len(session.conversation.answers) == 2, "the engine")
         assert session.conversation.delivered == []
         again = await http.post(
             "/v1/chat/completions", json=QUESTION, headers={"Idempotency-Key": "comes back"}
@@ -130,7 +131,7 @@ async def test_a_stream_that_its_client_leaves_is_not_trained(served: Served) ->
     ):
         async for _ in response.aiter_lines():
             break
-    await _until(lambda: len(session.conversation.answers) == 1)
+    await eventually(lambda: len(session.conversation.answers) == 1, "the engine")
     assert session.conversation.delivered == []
 
 
@@ -158,7 +159,7 @@ async def test_an_ended_session_cancels_what_is_under_way(served: Served) -> Non
         await call.result()
     with pytest.raises(SessionError):
         session.ask(Ask(messages=({"role": "user", "content": "x"},)), "two")
-    await _until(lambda: served.engine.stats().running == 0)
+    await eventually(lambda: served.engine.stats().running == 0, "the engine")
 
 
 async def test_siblings_share_nothing(served: Served) -> None:
@@ -171,9 +172,3 @@ async def test_siblings_share_nothing(served: Served) -> None:
     assert np.array_equal(first.token_ids, second.token_ids)
     assert not np.shares_memory(first.token_ids, second.token_ids)
     assert one.said(first.answer_id)[-1] is not other.said(second.answer_id)[-1]
-
-
-async def _until(condition: Any, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -7,8 +7,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,17 +16,11 @@ import redis
 from leeway.config import QueueConfig
 from leeway.errors import ConfigError, InfrastructureError
 from tests.queue.cases import configuration, servers
+from tests.waiting import until
 from trajectory_queue import embedded as module
 from trajectory_queue.embedded import embedded, redis_server
 
 BINARY = servers()["valkey"]
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def servers_in(directory: Path) -> list[psutil.Process]:
@@ -92,11 +84,11 @@ def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    until(lambda: b"ready" in parent.stdout.readline())
+    assert any(b"ready" in line for line in parent.stdout), "it started"
     assert len(servers_in(tmp_path)) == 1
     parent.send_signal(how)
     parent.wait(10)
-    until(lambda: servers_in(tmp_path) == [])
+    until(lambda: servers_in(tmp_path) == [], "its end")
 
 
 def test_a_server_that_was_killed_is_back_with_its_data(tmp_path: Path) -> None:
@@ -111,7 +103,7 @@ def test_a_server_that_was_killed_is_back_with_its_data(tmp_path: Path) -> None:
             except redis.RedisError:
                 return False
 
-        until(answers)
+        until(answers, "its answer")
         (again,) = servers_in(tmp_path)
         assert again.pid != server.pid
     assert servers_in(tmp_path) == []

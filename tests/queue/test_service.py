@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -27,6 +27,7 @@ from leeway.v1 import queue_pb2 as pb
 from leeway.v1 import queue_pb2_grpc
 from leeway.versions import Staleness, VersionSpan
 from tests.queue.cases import configuration, group_of, servers, serving, task, trajectory
+from tests.waiting import eventually
 from trajectory_queue.client import (
     FailureKind,
     Lease,
@@ -128,9 +129,9 @@ async def test_groups_stream_while_the_batch_fills(run: Run) -> None:
     waiting = asyncio.create_task(
         run.trainer.lease_batch(version=0, groups=2, deadline_seconds=20, on_waiting=said.append)
     )
-    await until(lambda: any(text.startswith("0 of 2") for text in said))
+    await eventually(lambda: any(text.startswith("0 of 2") for text in said), "its first words")
     await run.complete(first)
-    await until(lambda: any(text.startswith("1 of 2") for text in said))
+    await eventually(lambda: any(text.startswith("1 of 2") for text in said), "its next words")
     assert (await run.operator.status()).trainer_waiting_for.startswith("a batch: 1 of 2")
     await run.complete(second)
     assert len((await waiting).groups) == 2
@@ -463,9 +464,3 @@ async def test_sync_mode_hands_out_batches_in_order(tmp_path: Path) -> None:
             batch = await run.trainer.lease_batch(version=version, groups=2, deadline_seconds=5)
             assert [group.task.sequence for group in batch.groups] == wanted
             await run.trainer.commit(batch, version=version + 1)
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -6,13 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from leeway.config import Config
@@ -20,7 +18,8 @@ from leeway.errors import ConfigError, InfrastructureError, LeewayError, RewardE
 from rollout_service.rewards import Scorer
 from rollout_service.sandbox.pool import WorkerPool
 from rollout_service.sandbox.work import Work
-from tests.sandboxes import PLACES, workers
+from tests.sandboxes import PLACES, ended, under_way, workers
+from tests.waiting import alive
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 
@@ -51,17 +50,6 @@ async def fault(
         with pytest.raises(LeewayError) as raised:
             await rewards.score(completion, columns or {})
     return raised.value
-
-
-async def until(condition, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        await asyncio.sleep(0.01)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 # What a function may do ---------------------------------------------------------------------------
@@ -99,8 +87,8 @@ async def test_no_more_processes_than_asked_for(pool):
     async with pool("pid", processes=2) as rewards:
         pids = await asyncio.gather(*(rewards.score("", {}) for _ in range(20)))
         assert len(set(pids)) <= 2
-        assert all(psutil.pid_exists(int(pid)) for pid in pids)
-    assert all(gone(int(pid)) for pid in pids)
+        assert all(alive(int(pid)) for pid in pids)
+    assert not any(alive(int(pid)) for pid in pids)
 
 
 async def test_text_that_is_no_clean_unicode_survives(pool):
@@ -160,7 +148,7 @@ async def test_hanging_costs_one_call_and_the_process(pool, tmp_path, monkeypatc
             f"{spec('hangs')} was not done after 1 s and was killed; make it faster, or raise "
             "task.reward_seconds"
         )
-        await until(lambda: gone(int((tmp_path / "pid").read_text())))
+        await ended(await under_way(tmp_path / "pid"))
         assert await rewards.score("fine", {}) == 1.0
 
 
@@ -168,13 +156,13 @@ async def test_a_hanging_call_holds_back_only_its_own_process(pool, tmp_path, mo
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     async with pool("hangs", processes=2, seconds=20.0) as rewards:
         hanging = asyncio.create_task(rewards.score("hang", {}))
-        await until((tmp_path / "pid").exists)
+        await under_way(tmp_path / "pid")
         assert await asyncio.gather(*(rewards.score("fine", {}) for _ in range(5))) == [1.0] * 5
         assert not hanging.done()
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        await until(lambda: gone(int((tmp_path / "pid").read_text())))
+        await ended(await under_way(tmp_path / "pid"))
         assert await rewards.score("fine", {}) == 1.0
 
 
@@ -183,7 +171,7 @@ async def test_what_the_function_started_is_killed_with_it(pool, tmp_path, monke
     async with pool("hangs_with_child", seconds=1.0) as rewards:
         with pytest.raises(RewardError, match="was not done after 1 s"):
             await rewards.score("x", {})
-    await until(lambda: gone(int((tmp_path / "pid").read_text())))
+    await ended(await under_way(tmp_path / "pid"))
 
 
 async def test_dying_is_an_infrastructure_error_and_the_process_is_replaced(pool):
@@ -247,7 +235,7 @@ async def test_closing_ends_calls_under_way(pool, tmp_path, monkeypatch):
     async with pool("hangs") as rewards:
         hanging = asyncio.create_task(rewards.score("hang", {}))
         waiting = asyncio.create_task(rewards.score("fine", {}))
-        await until((tmp_path / "pid").exists)
+        await under_way(tmp_path / "pid")
     for call in (hanging, waiting):
         with pytest.raises(InfrastructureError):
             await call
@@ -274,9 +262,9 @@ async def test_workers_end_with_their_process(tmp_path):
         [sys.executable, "-c", script], env={**os.environ, "HANGING": str(pid_file)}
     )
     try:
-        await until(lambda: pid_file.exists() and pid_file.read_text() != "")
+        worker = await under_way(pid_file)
         node.send_signal(signal.SIGKILL)
-        await until(lambda: gone(int(pid_file.read_text())))
+        await ended(worker)
     finally:
         node.kill()
         node.wait()

@@ -26,8 +26,9 @@ from rollout_service.rewards.judges import Judges
 from rollout_service.sandbox import remote
 from rollout_service.sandbox.remote import LOST, Sandboxes, sandboxes
 from rollout_service.sandbox.work import Work
-from tests.rewards.test_pool import gone, spec, until
-from tests.sandboxes import configuration, serving
+from tests.rewards.test_pool import spec
+from tests.sandboxes import configuration, ended, serving, under_way
+from tests.waiting import eventually
 
 WRITTEN = Path(__file__).parents[1] / "agents" / "written.py"
 
@@ -50,6 +51,9 @@ class Fleet:
         command = [sys.executable, "-m", "leeway.cli", "sandbox", str(self._file), address]
         with self._log.open("ab") as log:
             return subprocess.Popen(command, stdout=log, stderr=log)
+
+    def all_serve(self) -> bool:
+        return self.said().count("sandbox is serving") == len(self.addresses)
 
     def owner(self, worker: int) -> subprocess.Popen[bytes]:
         """The sandbox whose child a worker is."""
@@ -74,7 +78,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     async def opening(count: int, **task: Any) -> AsyncIterator[tuple[Fleet, Sandboxes]]:
         made = Fleet(tmp_path, count, task)
         started.append(made)
-        await until(lambda: made.said().count("sandbox is serving") == count, 60)
+        await eventually(made.all_serve, f"{count} sandboxes", 60)
         async with sandboxes_of(made.config) as workers:
             yield made, workers
 
@@ -98,12 +102,6 @@ def scoring(completion: str) -> dict[str, Any]:
     return {"completion": completion, "columns": {}}
 
 
-async def under_way(file: Path) -> int:
-    """The process of a call that has begun."""
-    await until(lambda: file.exists() and file.read_text() != "")
-    return int(file.read_text())
-
-
 # Sandboxes that die ------------------------------------------------------------------------------
 
 
@@ -120,7 +118,7 @@ async def test_a_call_whose_sandbox_is_killed_is_made_again_at_another(
             assert await call == {"value": 1.0}
         assert LOST._value.get() > lost
         # Its workers are gone with it.
-        await until(lambda: gone(worker))
+        await ended(worker)
 
 
 async def test_an_episode_whose_sandbox_is_killed_is_infrastructure(fleet: Any) -> None:
@@ -168,7 +166,7 @@ async def test_one_that_is_told_to_end_answers_what_is_under_way(
         call = asyncio.create_task(workers.call(scoring("hold")))
         leaving = made.owner(await under_way(tmp_path / "held"))
         leaving.send_signal(signal.SIGTERM)
-        await until(lambda: "draining" in made.said())
+        await eventually(lambda: "draining" in made.said(), "its draining")
         # What comes meanwhile goes to the other.
         assert await workers.call(scoring("x")) == {"value": 1.0}
         (tmp_path / "held").unlink()

@@ -21,6 +21,7 @@ from rollout_service.receiver import PolicyReceiver
 from rollout_service.workflows.base import Event, Finished, Generated, Sample
 from tests import tiny
 from tests.queue.cases import configuration, serving, task, trajectory
+from tests.waiting import eventually
 from tests.weights.support import publisher
 from trajectory_queue.client import OperatorQueue, RolloutQueue, TrainerQueue
 
@@ -102,8 +103,11 @@ async def rolling_out(
 
 async def until(operator: OperatorQueue, **groups: int) -> None:
     """So many groups of each state are in the queue."""
-    while groups.items() - dict((await operator.status()).groups).items():
-        await asyncio.sleep(0.02)
+
+    async def met() -> bool:
+        return groups.items() <= (await operator.status()).groups.items()
+
+    await eventually(met, str(groups))
 
 
 async def most_at_once(directory: Path, **rollout: Any) -> int:

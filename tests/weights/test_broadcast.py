@@ -15,6 +15,7 @@ from leeway.errors import LeewayError
 from leeway.tensors import Tensor
 from leeway.v1 import weights_pb2 as pb
 from rollout_service.engines.base import CanaryError
+from tests.waiting import eventually
 from tests.weights.support import DEADLINE, Trainer, publish, publisher, same
 from trainer_service.weight_broadcast import WeightPublisher
 from trainer_service.weight_broadcast.listing import list_nodes
@@ -110,12 +111,12 @@ async def test_a_new_incarnation_takes_over() -> None:
             # It resumes from version 5; what version 6 was is lost, and must not be generated with.
             with publisher(incarnation=2, address=address) as second:
                 second.publish(5, checkpoint.items())
-                await _until(lambda: engine.version == 5)
+                await eventually(lambda: engine.version == 5, "its version", DEADLINE)
                 assert same(engine.weights, checkpoint)
                 trainer = Trainer()
                 trainer.step(1e-4)
                 publish(second, 6, trainer)
-                await _until(lambda: receiver.version == 6)
+                await eventually(lambda: receiver.version == 6, "its version", DEADLINE)
                 assert same(engine.weights, trainer.weights())
 
 
@@ -177,13 +178,7 @@ async def _kill(broadcast: WeightPublisher) -> None:
     pid = broadcast.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    await _until(lambda: broadcast.pid not in (pid, None))
-
-
-async def _until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(DEADLINE):
-        while not condition():
-            await asyncio.sleep(0.01)
+    await eventually(lambda: broadcast.pid not in (pid, None), "its version", DEADLINE)
 
 
 async def test_adapters_travel_whole_under_the_same_protocol() -> None:
