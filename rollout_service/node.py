@@ -14,7 +14,6 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -50,12 +49,12 @@ _TOKENS = Counter("leeway_rollout_tokens_total", "Tokens of samples that this no
 _LEASE_WAIT_SECONDS = 2.0
 
 
-@dataclass(slots=True)
-class _Running:
-    """A lease that this node is rolling out."""
+@dataclass(slots=True, eq=False)
+class _Leased:
+    """A lease of this node: it waits for a place, then its samples are rolled out."""
 
     lease: Lease
-    open: dict[str, Sample] = field(default_factory=dict)
+    open: dict[str, Sample]
     """Every sample that has not ended, by its id."""
     partials: list[Trajectory] = field(default_factory=list)
     interrupted: bool = False
@@ -64,7 +63,8 @@ class _Running:
     """Failed, lost or returned: what still arrives for it is dropped."""
     tokens: int = 0
     """Of the samples that have ended."""
-    since: float = field(default_factory=time.time)
+    since: float = 0.0
+    """When it began; Unix seconds."""
 
 
 class RolloutNode:
@@ -88,10 +88,10 @@ class RolloutNode:
         self._workflow = workflow
         self._spans = spans
         self._waits = Waits()
-        self._running: dict[str, _Running] = {}
-        self._owners: dict[str, _Running] = {}
-        # Leases that have not begun: there is no place for them yet.
-        self._held: deque[tuple[Lease, Sequence[Sample]]] = deque()
+        self._leases: dict[str, _Leased] = {}
+        self._owners: dict[str, _Leased] = {}
+        # Those that have not begun: there is no place for them yet.
+        self._held: deque[_Leased] = deque()
         self._unfinished = 0
         rollout = config.rollout
         self._adaptive = (
@@ -144,7 +144,9 @@ class RolloutNode:
                     self._held.clear()
                     return
                 if leased.leases:
-                    self._held.extend((lease, _samples(lease)) for lease in leased.leases)
+                    taken = [_Leased(lease, _samples(lease)) for lease in leased.leases]
+                    self._leases.update((one.lease.lease_id, one) for one in taken)
+                    self._held.extend(taken)
                     self._begin()
                 elif leased.needs_version is not None:
                     with self._waits.waiting_for("weights", f"version {leased.needs_version}"):
@@ -160,7 +162,7 @@ class RolloutNode:
         ahead = self._config.rollout.prefetch_groups
         while True:
             room = (self._concurrency - self._unfinished) // size + ahead - len(self._held)
-            if self._unfinished == 0 and not self._running and not self._held:
+            if not self._leases:
                 # A group larger than the node's concurrency runs by itself.
                 return -(-batch // self._config.rollout.nodes) if self._in_step else max(room, 1)
             if room >= 1 and not self._in_step:
@@ -170,17 +172,21 @@ class RolloutNode:
 
     def _begin(self) -> None:
         """Begins the leases that are held, as far as there are places."""
-        work = []
+        samples: list[Sample] = []
         while self._held and not self._draining:
-            size = len(self._held[0][1])
+            size = len(self._held[0].open)
             fits = self._unfinished + size <= self._concurrency
             if not (fits or self._in_step or self._unfinished == 0):
                 break
-            work.append(self._held.popleft())
+            begun = self._held.popleft()
+            begun.since = time.time()
+            self._owners.update(dict.fromkeys(begun.open, begun))
+            samples += begun.open.values()
             # Before they run: the next request asks for what these leave.
             self._count(size)
-        if work:
-            self._rollouts.create_task(self._roll_out(work))
+        if samples:
+            # As one call of the workflow, which tells of each sample as it ends.
+            self._rollouts.create_task(self._workflow.run(samples, self._take))
 
     @property
     def _in_step(self) -> bool:
@@ -220,75 +226,48 @@ class RolloutNode:
 
     # Rolling out --------------------------------------------------------------------------------
 
-    async def _roll_out(self, work: Sequence[tuple[Lease, Sequence[Sample]]]) -> None:
-        """Rolls leases out as one call of the workflow; pushes each sample as it ends."""
-        everything = [sample for _, samples in work for sample in samples]
-        if not await self._hold_version([lease for lease, _ in work]):
-            self._count(-len(everything))
-            self._begin()
-            return
-        for lease, samples in work:
-            running = _Running(lease, open={sample.sample_id: sample for sample in samples})
-            self._running[lease.lease_id] = running
-            self._owners.update(dict.fromkeys(running.open, running))
-        await self._workflow.run(everything, self._take)
-
-    async def _hold_version(self, leases: Sequence[Lease]) -> bool:
-        """Waits for the version that the tasks ask for; gives the leases back if it is late."""
-        version = max(lease.task.min_version for lease in leases)
-        if version <= self._engine.version:
-            return True
-        try:
-            await self._receiver.wait_for(version, self._config.queue.lease_seconds)
-        except InfrastructureError as error:
-            log.warning("leases given back", reason=str(error))
-            for lease in leases:
-                await self._queue.give_back(lease.lease_id)
-            return False
-        return True
-
     async def _take(self, event: Event) -> None:
         """What became of a sample; a failure ends the attempt of its whole group."""
         name = event.sample.sample_id
-        running = self._owners[name]
+        leased = self._owners[name]
         if isinstance(event, Generated):
             self._count(-1)
             self._begin()
             return
         try:
             if isinstance(event, Failed):
-                await self._give_up(running, event)
+                await self._give_up(leased, event)
             elif isinstance(event, Interrupted):
-                running.interrupted = True
+                leased.interrupted = True
                 if event.partial is not None:
-                    running.partials.append(event.partial)
-            elif not running.ended:
-                await self._push(running, event.trajectory)
+                    leased.partials.append(event.partial)
+            elif not leased.ended:
+                await self._push(leased, event.trajectory)
         finally:
-            del self._owners[name], running.open[name]
-            if not running.open:
-                task = running.lease.task.task_id
-                TRACES.span(task, "roll out", running.since, tokens=running.tokens)
-                self._running.pop(running.lease.lease_id, None)
+            del self._owners[name], leased.open[name]
+            if not leased.open:
+                task = leased.lease.task.task_id
+                TRACES.span(task, "roll out", leased.since, tokens=leased.tokens)
+                self._leases.pop(leased.lease.lease_id, None)
                 self._changed.set()
 
-    async def _push(self, running: _Running, trajectory: Trajectory) -> None:
-        running.tokens += trajectory.trained_tokens
+    async def _push(self, leased: _Leased, trajectory: Trajectory) -> None:
+        leased.tokens += trajectory.trained_tokens
         _TOKENS.inc(trajectory.trained_tokens)
-        result = await self._queue.push(running.lease.lease_id, [trajectory])
+        result = await self._queue.push(leased.lease.lease_id, [trajectory])
         for refusal in result.refused:
             log.error(
                 "trajectory refused", trajectory=refusal.trajectory_id, reason=refusal.message
             )
 
-    async def _give_up(self, running: _Running, failure: Failed) -> None:
-        if running.ended:
+    async def _give_up(self, leased: _Leased, failure: Failed) -> None:
+        if leased.ended:
             return
-        running.ended = True
-        task_id = running.lease.task.task_id
+        leased.ended = True
+        task_id = leased.lease.task.task_id
         log.warning("rollout failed", task=task_id, kind=failure.kind.name, reason=failure.reason)
-        await self._queue.fail(running.lease.lease_id, failure.kind, failure.reason)
-        await self._workflow.abort(list(running.open))
+        await self._queue.fail(leased.lease.lease_id, failure.kind, failure.reason)
+        await self._workflow.abort(list(leased.open))
 
     def _count(self, change: int) -> None:
         """Keeps the number of unfinished samples, and the spans in which there were any."""
@@ -312,48 +291,61 @@ class RolloutNode:
             await asyncio.sleep(self._config.rollout.heartbeat_seconds)
             lost = await self._queue.extend(
                 version=self._engine.version,
-                progress={
-                    lease_id: run.tokens + self._workflow.progress(run.open)
-                    for lease_id, run in self._running.items()
-                }
-                | {lease.lease_id: 0 for lease, _ in self._held},
+                progress=self._progress(),
                 waiting=self._waits.current(),
                 load=min(1.0, self._unfinished / self._concurrency),
             )
-            self._held = deque(held for held in self._held if held[0].lease_id not in lost)
             for lease_id in lost:
-                running = self._running.get(lease_id)
-                if running is not None:
-                    log.warning("lease lost", task=running.lease.task.task_id)
-                    running.ended = True
-                    await self._workflow.abort(list(running.open))
+                leased = self._leases.get(lease_id)
+                if leased is not None:
+                    await self._lose(leased)
+
+    def _progress(self) -> dict[str, int]:
+        """Tokens by lease; one that waits for a place gets on as those do that have one."""
+        tokens = {
+            name: leased.tokens + self._workflow.progress(leased.open)
+            for name, leased in self._leases.items()
+        }
+        return tokens | {held.lease.lease_id: sum(tokens.values()) for held in self._held}
+
+    async def _lose(self, leased: _Leased) -> None:
+        """The queue has given a lease to others."""
+        log.warning("lease lost", task=leased.lease.task.task_id)
+        leased.ended = True
+        if leased in self._held:
+            self._held.remove(leased)
+            del self._leases[leased.lease.lease_id]
+            self._changed.set()
+        else:
+            await self._workflow.abort(list(leased.open))
 
     async def _drain(self, leasing: asyncio.Task[None]) -> None:
         """Aborts what runs and returns its partial generations, within `drain_seconds`."""
         self._draining = True
         HEALTH.set_ready("draining")
         self._changed.set()
-        leases = [running for running in self._running.values() if not running.ended]
+        leases = [leased for leased in self._leases.values() if not leased.ended]
         log.info("draining", leases=len(leases))
         try:
             async with asyncio.timeout(self._config.rollout.drain_seconds):
-                await self._workflow.abort([name for run in leases for name in list(run.open)])
-                for lease, _ in self._held:
-                    await self._queue.give_back(lease.lease_id)
+                await self._workflow.abort([name for each in leases for name in list(each.open)])
+                for held in self._held:
+                    await self._queue.give_back(held.lease.lease_id)
                 await asyncio.wait({leasing})
-                for running in leases:
-                    if running.interrupted:
-                        await self._queue.give_back(running.lease.lease_id, running.partials)
+                for leased in leases:
+                    if leased.interrupted:
+                        await self._queue.give_back(leased.lease.lease_id, leased.partials)
         except TimeoutError:
             log.warning("drain deadline reached; leases will expire")
             leasing.cancel()
 
 
-def _samples(lease: Lease) -> list[Sample]:
-    """Those of the group that are not in the queue already."""
+def _samples(lease: Lease) -> dict[str, Sample]:
+    """Those of the group that are not in the queue already, by their ids."""
     partials = {partial.index: partial for partial in lease.partials}
-    return [
-        Sample(f"{lease.lease_id}/{index}", lease.task, index, partials.get(index))
-        for index in range(lease.task.group_size)
+    names = {index: f"{lease.lease_id}/{index}" for index in range(lease.task.group_size)}
+    return {
+        name: Sample(name, lease.task, index, partials.get(index))
+        for index, name in names.items()
         if index not in lease.done
-    ]
+    }

@@ -28,6 +28,7 @@ from leeway.config import (
     TaskConfig,
     TrainerConfig,
 )
+from leeway.errors import ConfigError
 from leeway.tasks import Sampler, open_source
 from leeway.telemetry import Spans
 from leeway.trajectory import FinishReason, Trajectory
@@ -82,8 +83,8 @@ def configured(directory: Path, release: str) -> Config:
     )
 
 
-def answered(lease: Lease, backend: TorchBackend) -> list[Trajectory]:
-    """The lease's answers, with the log-probabilities that the trainer finds as well."""
+def answered(lease: Lease, backend: TorchBackend, version: int, off_by: float) -> list[Trajectory]:
+    """The lease's answers; their log-probabilities are off by so many nats from the trainer's."""
     found = []
     for index in range(lease.task.group_size):
         ids = np.array([5, 6, 7 + index, 8, 9 + index])
@@ -95,9 +96,9 @@ def answered(lease: Lease, backend: TorchBackend) -> list[Trajectory]:
                 index=index,
                 token_ids=ids.astype(np.int32),
                 prompt_length=2,
-                logprobs=logprobs[1:],
+                logprobs=logprobs[1:] - np.float32(off_by),
                 loss_mask=np.ones(3, dtype=np.bool_),
-                versions=(VersionSpan(0, 3),),
+                versions=(VersionSpan(version, 3),),
                 finish_reason=FinishReason.LENGTH,
                 sampling=lease.task.sampling,
                 reward=float(index),
@@ -128,9 +129,16 @@ class Stopping(TorchBackend):
 
 @asynccontextmanager
 async def training(
-    config: Config, backend: TorchBackend, directory: Path, batches: float, published: Published
+    config: Config,
+    backend: TorchBackend,
+    directory: Path,
+    batches: float,
+    published: Published,
+    *,
+    version: int = 0,
+    off_by: float = 0.0,
 ) -> AsyncIterator[tuple[Trainer, TrainerQueue]]:
-    """A trainer, and a queue that holds answers for so many batches."""
+    """A trainer, and a queue that holds answers of this version for so many batches."""
     model = Path(config.model.path)
     config.run.path.mkdir(parents=True)
     record = Record(config.run.path, Trackers({}))
@@ -139,15 +147,15 @@ async def training(
         rpc.connect(address, config.security, config.queue.max_message_bytes) as channel,
     ):
         queue = TrainerQueue(channel, "trainer", AutoConfig.from_pretrained(model).vocab_size)
-        await queue.resume(0)
+        await queue.resume(version)
         groups = int(batches * config.queued_batch_groups)
         await queue.enqueue(Sampler(open_source(config), config).take(groups))
         node = RolloutQueue(channel, "node")
         leases = await node.lease_tasks(
-            version=0, max_groups=groups, wait_seconds=5.0, request_id="all"
+            version=version, max_groups=groups, wait_seconds=5.0, request_id="all"
         )
         for lease in leases.leases:
-            await node.push(lease.lease_id, answered(lease, backend))
+            await node.push(lease.lease_id, answered(lease, backend, version, off_by))
         assert (await queue.status()).groups["queued"] == groups
         trainer = Trainer(
             config,
@@ -180,6 +188,35 @@ async def test_a_resumed_trainer_replays_no_more_batches_than_the_queue_has(
     async with training(config, backend, tmp_path, BATCHES, published) as (trainer, _):
         await trainer.run(asyncio.Event())
     assert published.versions == [1]
+
+
+@pytest.mark.parametrize("lives", [0, 1])
+async def test_the_engine_is_judged_by_what_this_life_has_published(
+    lives: int, tmp_path: Path
+) -> None:
+    """An earlier one, killed before it committed, may have come to the same version by another
+    batch: what nodes answered with that says nothing about their engines."""
+    config = configured(tmp_path, "complete")
+    backend = TorchBackend(Path(config.model.path), config.trainer)
+    if lives:
+        async with training(config, backend, tmp_path, 1.0, Published()) as (trainer, _):
+            await trainer.run(asyncio.Event())
+    assert checkpoints_of(tmp_path).published == lives
+
+    again = {
+        "run": RunConfig(name="again", directory=config.run.directory),
+        "trainer": config.trainer.model_copy(update={"steps": lives + 1}),
+    }
+    config, published = config.model_copy(update=again), Published()
+    judged = training(config, backend, tmp_path, 1.0, published, version=lives, off_by=0.5)
+    async with judged as (trainer, _):
+        if lives:
+            await trainer.run(asyncio.Event())
+            assert published.versions == [1, 2]
+        else:
+            refused = pytest.RaisesExc(ConfigError, match="engine and trainer disagree")
+            with pytest.RaisesGroup(refused):
+                await trainer.run(asyncio.Event())
 
 
 @pytest.mark.parametrize(("call", "version"), [("accumulate", 0), ("apply", 1)])

@@ -35,10 +35,14 @@ class Slow:
     def __init__(self) -> None:
         self.under_way = self.most = 0
         self.goes_on = asyncio.Event()
+        self.gets_on = True
+        self._begun: set[str] = set()
+        self._beats = 0
 
     async def run(
         self, samples: Sequence[Sample], tell: Callable[[Event], Awaitable[None]]
     ) -> None:
+        self._begun.update(sample.sample_id for sample in samples)
         self.under_way += len(samples)
         self.most = max(self.most, self.under_way)
         await asyncio.sleep(0.02)
@@ -51,12 +55,14 @@ class Slow:
     async def abort(self, sample_ids: Collection[str]) -> None: ...
 
     def progress(self, sample_ids: Collection[str]) -> int:
-        return 0
+        """More each time, as long as it gets on."""
+        self._beats += self.gets_on
+        return self._beats if self._begun & set(sample_ids) else 0
 
 
 @asynccontextmanager
 async def rolling_out(
-    directory: Path, **rollout: Any
+    directory: Path, stall_seconds: float = 60.0, **rollout: Any
 ) -> AsyncIterator[tuple[Slow, OperatorQueue, asyncio.Event]]:
     """A node that leases from a queue of groups of two; setting the event drains it."""
     model = tiny.build(directory / "model")
@@ -65,6 +71,7 @@ async def rolling_out(
         directory,
         rollout=RolloutConfig(**rollout),
         staleness=StalenessConfig(budget=1),
+        queue=QueueConfig(stall_seconds=stall_seconds),
         trainer=TrainerConfig(batch_groups=GROUPS // 2),
     )
     engine = TorchEngine(model, concurrency=config.rollout.most_concurrency)
@@ -85,8 +92,9 @@ async def rolling_out(
                     config=config.weights,
                     initial=weights,
                 )
+                queue = config.queue.model_copy(update={"address": address})
                 node = RolloutNode(
-                    config.model_copy(update={"queue": QueueConfig(address=address)}),
+                    config.model_copy(update={"queue": queue}),
                     "node",
                     engine,
                     RolloutQueue(channel, "node"),
@@ -138,3 +146,29 @@ async def test_groups_are_leased_ahead_and_given_back_when_the_node_ends(tmp_pat
         # Long before the leases would have expired.
         await until(operator, running=3)
         workflow.goes_on.set()
+
+
+async def test_a_lease_that_waits_for_a_place_stalls_only_with_its_node(tmp_path: Path) -> None:
+    """It has no token of its own, however long the answers before it take."""
+    stall = 0.5
+    settings = {"concurrency": 2, "prefetch_groups": 1, "heartbeat_seconds": 0.05}
+    async with rolling_out(tmp_path, stall, **settings) as (workflow, operator, _):
+
+        async def reasons() -> list[str]:
+            """Of the task that is under way, and of the one that waits."""
+            held = [await operator.inspect(f"train-{number}") for number in range(2)]
+            return [reason for each in held for reason in each.reasons]
+
+        async def stalled() -> bool:
+            return len(await reasons()) == 2
+
+        await until(operator, running=2)
+        await asyncio.sleep(3 * stall)
+        assert await reasons() == []
+        workflow.gets_on = False
+        await eventually(stalled, "both are taken away")
+        assert all("stalled" in reason for reason in await reasons())
+        # Other nodes may have them, and so may this one.
+        workflow.gets_on = True
+        workflow.goes_on.set()
+        await until(operator, queued=GROUPS)
