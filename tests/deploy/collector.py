@@ -1,6 +1,6 @@
 """An OpenTelemetry collector for tests: a line of JSON for every span it gets.
 
-python collector.py PORT FILE
+python collector.py ADDRESS PORT FILE
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spans(body: bytes) -> Iterator[dict[str, str]]:
                 }
 
 
-def collector(port: int, file: Path) -> ThreadingHTTPServer:
+def collector(address: str, port: int, file: Path) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -43,8 +43,8 @@ def collector(port: int, file: Path) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             pass
 
-    return ThreadingHTTPServer(("0.0.0.0", port), Handler)
+    return ThreadingHTTPServer((address, port), Handler)
 
 
 if __name__ == "__main__":
-    collector(int(sys.argv[1]), Path(sys.argv[2])).serve_forever()
+    collector(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])).serve_forever()

@@ -134,7 +134,8 @@ class Side:
         self.name = name
         self.cluster = Cluster(name[0], NETWORKS[name])
         self._collector = self.cluster.start(
-            sys.executable, ROOT / "tests/deploy/collector.py", str(TRACES_PORT), spans
+            *(sys.executable, ROOT / "tests/deploy/collector.py"),
+            *(f"{NETWORKS[name]}.1", str(TRACES_PORT), spans),
         )
         self.pods: dict[str, Pod] = {}
         self.storage = Storage(directory, {}, {}, {"model": model})

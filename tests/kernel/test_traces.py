@@ -22,7 +22,7 @@ def collected(tmp_path: Path) -> Iterator[tuple[Spans, str]]:
     """What a collector has got so far, and its URL."""
     file = tmp_path / "spans.jsonl"
     file.touch()
-    server = collector(0, file)
+    server = collector("127.0.0.1", 0, file)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield (
         lambda: [json.loads(line) for line in file.read_text().splitlines()],
