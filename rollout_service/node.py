@@ -306,17 +306,18 @@ class RolloutNode:
             name: leased.tokens + self._workflow.progress(leased.open)
             for name, leased in self._leases.items()
         }
-        return tokens | {held.lease.lease_id: sum(tokens.values()) for held in self._held}
+        waiting = [held.lease.lease_id for held in self._held]
+        return tokens | dict.fromkeys(waiting, sum(tokens.values()))
 
     async def _lose(self, leased: _Leased) -> None:
         """The queue has given a lease to others."""
         log.warning("lease lost", task=leased.lease.task.task_id)
-        leased.ended = True
         if leased in self._held:
             self._held.remove(leased)
             del self._leases[leased.lease.lease_id]
             self._changed.set()
         else:
+            leased.ended = True
             await self._workflow.abort(list(leased.open))
 
     async def _drain(self, leasing: asyncio.Task[None]) -> None:

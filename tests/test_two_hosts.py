@@ -102,7 +102,7 @@ class Hosts:
 
     def stop(self) -> None:
         for process in self._started:
-            kill(children(process.pid))
+            kill(ranks(process))
             process.kill()
             process.wait()
 
@@ -143,13 +143,17 @@ def started(run: Run, steps: int, nodes: str) -> Iterator[tuple[Hosts, subproces
         here.stop()
 
 
-def ranks(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """An agent's one rank, and what that has started."""
-    return children(agent.pid)
+def ranks(
+    agent: subprocess.Popen[bytes], where: Callable[[list[str]], bool] = lambda command: True
+) -> list[psutil.Process]:
+    """An agent's one rank, and what that has started; none once the agent has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return children(agent.pid, where)
+    return []
 
 
 def trainers(agent: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return children(agent.pid, lambda command: "trainer" in command)
+    return ranks(agent, lambda command: "trainer" in command)
 
 
 def wrote(run: Run) -> int:

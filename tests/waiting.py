@@ -14,7 +14,7 @@ import psutil
 def until(
     condition: Callable[[], object],
     what: str,
-    seconds: float = 60.0,
+    seconds: float = 30.0,
     said: Callable[[], str] = str,
     every: float = 0.02,
 ) -> None:
@@ -36,7 +36,7 @@ def until(
 async def eventually(
     condition: Callable[[], object | Awaitable[object]],
     what: str,
-    seconds: float = 30.0,
+    seconds: float = 20.0,
     every: float = 0.005,
 ) -> None:
     """The same in an event loop, which goes on meanwhile; a condition may be a coroutine."""
@@ -54,13 +54,16 @@ async def eventually(
 def children(
     pid: int, where: Callable[[list[str]], bool] = lambda command: True
 ) -> list[psutil.Process]:
-    """What a process has started, and what that has, of which the command line is such."""
+    """What a process has started, and what that has, of which the command line is such.
+
+    Raises:
+        psutil.NoSuchProcess: The process itself has ended: it is not one without children.
+    """
     found = []
-    with suppress(psutil.NoSuchProcess):
-        for one in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if where(one.cmdline()):
-                    found.append(one)
+    for one in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if where(one.cmdline()):
+                found.append(one)
     return found
 
 

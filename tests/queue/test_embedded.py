@@ -88,7 +88,7 @@ def test_it_dies_with_its_parent(tmp_path: Path, how: signal.Signals) -> None:
     assert len(servers_in(tmp_path)) == 1
     parent.send_signal(how)
     parent.wait(10)
-    until(lambda: servers_in(tmp_path) == [], "its end")
+    until(lambda: servers_in(tmp_path) == [], "its end", 10.0)
 
 
 def test_a_server_that_was_killed_is_back_with_its_data(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_server_that_was_killed_is_back_with_its_data(tmp_path: Path) -> None:
             except redis.RedisError:
                 return False
 
-        until(answers, "its answer")
+        until(answers, "its answer", 10.0)
         (again,) = servers_in(tmp_path)
         assert again.pid != server.pid
     assert servers_in(tmp_path) == []

@@ -129,9 +129,13 @@ async def test_groups_stream_while_the_batch_fills(run: Run) -> None:
     waiting = asyncio.create_task(
         run.trainer.lease_batch(version=0, groups=2, deadline_seconds=20, on_waiting=said.append)
     )
-    await eventually(lambda: any(text.startswith("0 of 2") for text in said), "its first words")
+    await eventually(
+        lambda: any(text.startswith("0 of 2") for text in said), "its first words", 10.0
+    )
     await run.complete(first)
-    await eventually(lambda: any(text.startswith("1 of 2") for text in said), "its next words")
+    await eventually(
+        lambda: any(text.startswith("1 of 2") for text in said), "its next words", 10.0
+    )
     assert (await run.operator.status()).trainer_waiting_for.startswith("a batch: 1 of 2")
     await run.complete(second)
     assert len((await waiting).groups) == 2

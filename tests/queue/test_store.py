@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ from tests.queue.cases import (
     settings,
     task,
 )
+from tests.waiting import children
 from trajectory_queue import commands as c
 from trajectory_queue.client import RolloutQueue, TrainerQueue
 from trajectory_queue.embedded import embedded
@@ -42,8 +44,8 @@ async def redis(
 
 
 def server_in(directory: Path) -> psutil.Process:
-    children = psutil.Process().children()
-    return next(child for child in children if str(directory) in child.cmdline()[-1])
+    (server,) = children(os.getpid(), lambda command: str(directory) in "".join(command[-1:]))
+    return server
 
 
 async def pending(redis: RedisBackend) -> dict[bytes, int]:

@@ -115,7 +115,7 @@ async def until(operator: OperatorQueue, **groups: int) -> None:
     async def met() -> bool:
         return groups.items() <= (await operator.status()).groups.items()
 
-    await eventually(met, str(groups))
+    await eventually(met, str(groups), DEADLINE)
 
 
 async def most_at_once(directory: Path, **rollout: Any) -> int:
