@@ -23,14 +23,18 @@ _NAMES = {
 }
 
 
-def array_to_wire(array: npt.NDArray[Any]) -> pb.Array:
-    """Raises `DataError` when the wire does not carry the array's dtype."""
+def array_to_wire(array: npt.NDArray[Any], message: pb.Array) -> None:
+    """Fills `message`, in place: a message put into another is copied, bytes and all.
+
+    Raises `DataError` when the wire does not carry the array's dtype.
+    """
     name = _NAMES.get(array.dtype)
     if name is None:
         raise DataError(f"dtype = {array.dtype}: send one of {sorted(WIRE_DTYPES)}")
     data = array.astype(WIRE_DTYPES[name], copy=False).tobytes()
-    checksum = xxhash.xxh3_64_intdigest(data)
-    return pb.Array(dtype=name, shape=array.shape, data=data, checksum=checksum)
+    message.dtype, message.data = name, data
+    message.shape.extend(array.shape)
+    message.checksum = xxhash.xxh3_64_intdigest(data)
 
 
 def array_from_wire(message: pb.Array, name: str) -> npt.NDArray[Any]:
@@ -43,4 +47,4 @@ def array_from_wire(message: pb.Array, name: str) -> npt.NDArray[Any]:
         raise WireError(f"{name}: {len(data)} bytes do not make {message.dtype}{list(shape)}")
     if xxhash.xxh3_64_intdigest(data) != message.checksum:
         raise WireError(f"{name}: checksum differs, the bytes were damaged on the way; send again")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    return np.ndarray(shape, dtype, data)

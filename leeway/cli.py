@@ -190,9 +190,12 @@ async def _changes(stub: queue_pb2_grpc.TrajectoryQueueStub) -> Sequence[queue_p
 def queue_serve(path: ConfigArgument, overrides: Overrides = None) -> None:
     """Serve the trajectory queue."""
     config = _load_for_service(path, overrides, role="queue")
+    import uvloop
+
     from trajectory_queue.main import serve
 
-    _run_service(lambda stop: serve(config, stop=stop))
+    # asyncio's own loop copies whatever megabytes a socket does not take at once.
+    _run_service(lambda stop: serve(config, stop=stop), loop_factory=uvloop.new_event_loop)
 
 
 @queue_app.command("budget")
@@ -491,7 +494,11 @@ def _load_for_service(path: Path, overrides: list[str] | None, **identity: str) 
     return config
 
 
-def _run_service(main: Callable[[asyncio.Event], Awaitable[None]], stay: bool = False) -> None:
+def _run_service(
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    stay: bool = False,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
     async def serve(stop: asyncio.Event) -> None:
         await main(stop)
         if stay and not stop.is_set():
@@ -499,7 +506,7 @@ def _run_service(main: Callable[[asyncio.Event], Awaitable[None]], stay: bool = 
             await stop.wait()
 
     # Not sys.exit: a thread inside a long tensor operation would hold the process back.
-    code = process.run(serve)
+    code = process.run(serve, loop_factory)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -43,8 +43,14 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+def run(
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Runs `main(stop)` until it returns; `stop` is set when the process is asked to end.
+
+    Args:
+        loop_factory: Makes the event loop; by default asyncio's own.
 
     Returns:
         The exit code. Errors are logged: those that Leeway raises on purpose without a traceback.
@@ -69,7 +75,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
             beating.cancel()
 
     try:
-        asyncio.run(supervised())
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(supervised())
     except BaseExceptionGroup as group:
         return _report(_first(group))
     except Exception as error:

@@ -113,17 +113,18 @@ class Task:
         _require(len(self.messages) > 0, "messages", self.messages, "give at least one message")
 
     def to_wire(self) -> pb.Task:
-        return pb.Task(
+        message = pb.Task(
             task_id=self.task_id,
             sequence=self.sequence,
             purpose=self.purpose.value,
             group_size=self.group_size,
             messages_json=json.dumps([dict(message) for message in self.messages]),
             columns_json=json.dumps(dict(self.columns)),
-            sampling=_sampling_to_wire(self.sampling),
             seed=self.seed,
             min_version=self.min_version,
         )
+        _sampling_to_wire(self.sampling, message.sampling)
+        return message
 
     @classmethod
     def from_wire(cls, message: pb.Task) -> Task:
@@ -289,22 +290,24 @@ class Trajectory:
             trajectory_id=self.trajectory_id,
             task_id=self.task_id,
             index=self.index,
-            token_ids=array_to_wire(self.token_ids),
             prompt_length=self.prompt_length,
-            logprobs=array_to_wire(self.logprobs),
-            loss_mask=array_to_wire(self.loss_mask.view(np.uint8)),
-            versions=[pb.VersionSpan(version=v, length=n) for v, n in self.versions],
             finish_reason=self.finish_reason.value,
-            sampling=_sampling_to_wire(self.sampling),
             reward=self.reward,
             score=self.score,
             node_id=self.node_id,
             generation_seconds=self.generation_seconds,
-            reward_parts=dict(self.reward_parts),
             branch_starts=self.branch_starts,
         )
+        array_to_wire(self.token_ids, message.token_ids)
+        array_to_wire(self.logprobs, message.logprobs)
+        array_to_wire(self.loss_mask.view(np.uint8), message.loss_mask)
+        _sampling_to_wire(self.sampling, message.sampling)
+        for version, length in self.versions:
+            message.versions.add(version=version, length=length)
+        if self.reward_parts:
+            message.reward_parts.update(self.reward_parts)
         for name, array in self.extras.items():
-            message.extras[name].CopyFrom(array_to_wire(array))
+            array_to_wire(array, message.extras[name])
         return message
 
     @classmethod
@@ -380,13 +383,11 @@ class Group:
             raise WireError(f"group of task {message.task.task_id!r}: {error}") from error
 
 
-def _sampling_to_wire(sampling: Sampling) -> pb.Sampling:
-    return pb.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens,
-    )
+def _sampling_to_wire(sampling: Sampling, message: pb.Sampling) -> None:
+    message.temperature = sampling.temperature
+    message.top_p = sampling.top_p
+    message.top_k = sampling.top_k
+    message.max_new_tokens = sampling.max_new_tokens
 
 
 def _sampling_from_wire(message: pb.Sampling) -> Sampling:

@@ -113,7 +113,8 @@ def test_what_a_trajectory_may_not_be(field: str, value: Any) -> None:
 
 
 def test_a_damaged_array_is_refused() -> None:
-    message = array_to_wire(np.arange(4, dtype=np.int32))
+    message = pb.Array()
+    array_to_wire(np.arange(4, dtype=np.int32), message)
     flipped = pb.Array()
     flipped.CopyFrom(message)
     flipped.data = bytes([message.data[0] ^ 1]) + message.data[1:]

@@ -221,8 +221,8 @@ async def test_logprobs_that_are_none_are_refused(run: Run, value: float, remedy
     await run.trainer.enqueue([task(0)])
     (lease,) = (await run.lease()).leases
     message = trajectory(lease.task, 0).to_wire()
-    poisoned = np.full(6, value, dtype=np.float32)
-    message.logprobs.CopyFrom(array_to_wire(poisoned))
+    message.logprobs.Clear()
+    array_to_wire(np.full(6, value, dtype=np.float32), message.logprobs)
     answer = await run.stub.Push(
         pb.PushRequest(
             trajectories=[
