@@ -4,11 +4,13 @@
 
 CPU-milliseconds of all processes (node and trainer, here one; the queue service; its Redis), for
 groups of 4 x 1,024 and 4 x 8,192 tokens with log-probabilities, masks and versions, on a server
-with its append-only file on. The sides run in turn; a key is the median over the repeats.
+with its append-only file on. The sides take turns, a few batches each; a key compares medians.
 
 ratio_to_redis_1024, ratio_to_redis_8192: put + lease + commit of ours, from a `Trajectory` in the
     node to a validated `Group` in the trainer, over the same payload bytes through redis-py: XADD,
     XREADGROUP, XACK, XDEL, pipelined in equal batches.
+bare_to_redis_1024, bare_to_redis_8192: the same bytes by the same calls through a service that does
+    nothing but that (`bare_queue.py`), over redis-py: what no queue of this shape goes below.
 ratio_to_atropos: our put + lease + commit over the Atropos server's put + get of the same groups;
     null where its virtual environment (--peers DIR: DIR/atropos) is missing.
 ratio_to_transferqueue: the same over TransferQueue's put + get + clear (DIR/transfer); it keeps
@@ -31,10 +33,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import redis
@@ -46,8 +50,11 @@ from leeway.config import SecurityConfig
 from leeway.local import free_addresses
 from leeway.process import keep_freed_memory
 from leeway.trajectory import FinishReason, Sampling, Task, Trajectory
+from leeway.v1 import queue_pb2 as pb
+from leeway.v1 import queue_pb2_grpc
 from leeway.versions import VersionSpan
 from trajectory_queue.client import RolloutQueue, TrainerQueue
+from trajectory_queue.embedded import embedded, server_binary
 
 GROUP_SIZE = 4
 BATCH = 64
@@ -58,17 +65,21 @@ SAMPLING = Sampling(max_new_tokens=16384)
 
 
 class Clock:
-    """CPU-milliseconds of this process, another one, and that one's children, by phase."""
+    """CPU-milliseconds of this process, others, and their children, by phase."""
 
-    def __init__(self, pid: int) -> None:
-        other = psutil.Process(pid)
-        self._others = [other, *other.children()]
+    def __init__(self, *pids: int) -> None:
+        others = [psutil.Process(pid) for pid in pids]
+        self._others = [each for other in others for each in (other, *other.children())]
         self.phases: dict[str, float] = {}
 
     def now(self) -> float:
         # This process's clock is finer than /proc's hundredths of a second.
-        times = [process.cpu_times() for process in self._others]
-        return 1000 * (time.process_time() + sum(t.user + t.system for t in times))
+        # Redis rewrites its append-only file in children of its own.
+        spent = sum(
+            times.user + times.system + times.children_user + times.children_system
+            for times in (process.cpu_times() for process in self._others)
+        )
+        return 1000 * (time.process_time() + spent)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -172,10 +183,8 @@ class Queue:
         for _ in range(batches):
             await self.put(BATCH, tokens)
             await self.take(BATCH)
-        groups = batches * BATCH
-        shown = {name: round(ms / groups, 3) for name, ms in self.clock.phases.items()}
-        print(f"ours, {tokens} tokens, CPU-ms a group: {shown}", flush=True)
-        return sum(self.clock.phases[name] for name in ("put", "lease", "commit")) / groups
+        phases = self.clock.phases
+        return sum(phases[name] for name in ("put", "lease", "commit")) / (batches * BATCH)
 
 
 @contextlib.asynccontextmanager
@@ -186,48 +195,106 @@ async def queue(service: Service) -> AsyncIterator[Queue]:
         yield Queue(RolloutQueue(channel, "node"), trainer, Clock(service.process.pid))
 
 
-def raw_redis(url: str, pid: int, batches: int, tokens: int) -> float:
-    """CPU-ms a group through redis-py alone, one stream entry a group."""
-    payload = b"".join(t.to_wire().SerializeToString() for t in _group(_task(0), tokens, version=0))
-    clock = Clock(pid)
-    with redis.Redis.from_url(url) as client:
+class RawRedis:
+    """The same bytes through redis-py alone, one stream entry a group."""
+
+    def __init__(self, client: redis.Redis, clock: Clock, tokens: int) -> None:
+        self._client, self._clock = client, clock
+        self._payload = b"".join(_payloads(tokens))
         client.xgroup_create("raw", "readers", mkstream=True)
-        before = clock.now()
+
+    async def cost(self, batches: int) -> float:
+        """CPU-ms a group."""
+        before = self._clock.now()
         for _ in range(batches):
             for _ in range(BATCH // CHUNK):
-                pipe = client.pipeline(transaction=False)
+                pipe = self._client.pipeline(transaction=False)
                 for _ in range(CHUNK):
-                    pipe.xadd("raw", {"b": payload})
+                    pipe.xadd("raw", {"b": self._payload})
                 pipe.execute()
             ids: list[bytes] = []
             while len(ids) < BATCH:
-                ((_, entries),) = client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
-                ids.extend(identifier for identifier, _ in entries)
-            client.xack("raw", "readers", *ids)
-            client.xdel("raw", *ids)
-        cost = (clock.now() - before) / (batches * BATCH)
-        client.delete("raw")
-    print(f"raw redis, {tokens} tokens, CPU-ms a group: {cost:.3f}", flush=True)
-    return cost
+                read = self._client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
+                ids.extend(identifier for identifier, _ in read[0][1])
+            self._client.xack("raw", "readers", *ids)
+            self._client.xdel("raw", *ids)
+        return (self._clock.now() - before) / (batches * BATCH)
 
 
-async def ratio(repeats: int, batches: int, tokens: int, folder: Path) -> tuple[float, float]:
-    """(ours over raw Redis, ours in CPU-ms)."""
-    from trajectory_queue.embedded import embedded, server_binary
+class BareQueue:
+    """The same bytes through `bare_queue.py`."""
 
-    ours, ratios = [], []
-    (folder / f"ours-{tokens}").mkdir()
-    with (
-        Service(folder / f"ours-{tokens}", budget=8) as service,
-        embedded(server_binary(), folder / f"raw-{tokens}") as url,
-    ):
-        async with queue(service) as side:
-            await side.cost(1, tokens)
-            pid = _server_of(os.getpid(), service.process.pid)
-            for _ in range(repeats):
-                ours.append(await side.cost(batches, tokens))
-                ratios.append(ours[-1] / raw_redis(url, pid, batches, tokens))
-    return statistics.median(ratios), statistics.median(ours)
+    def __init__(self, channel: grpc.aio.Channel, clock: Clock, tokens: int) -> None:
+        self._stub = queue_pb2_grpc.TrajectoryQueueStub(channel)
+        self._clock = clock
+        self._payloads = _payloads(tokens)
+
+    async def cost(self, batches: int) -> float:
+        """CPU-ms a group."""
+        before = self._clock.now()
+        for _ in range(batches):
+            for _ in range(BATCH // CHUNK):
+                pushed = [pb.PushedTrajectory(trajectory=each) for each in self._payloads] * CHUNK
+                await self._stub.Push(pb.PushRequest(trajectories=pushed), timeout=60)
+            taken, request = 0, pb.LeaseBatchRequest(groups=BATCH)
+            async for message in self._stub.LeaseBatch(request, timeout=60):
+                taken += sum(len(group.trajectories) for group in message.leased)
+            assert taken == BATCH * GROUP_SIZE
+        return (self._clock.now() - before) / (batches * BATCH)
+
+
+@contextlib.asynccontextmanager
+async def bare_queue(url: str, redis_pid: int, tokens: int) -> AsyncIterator[BareQueue]:
+    (address,) = free_addresses(1)
+    command = [sys.executable, Path(__file__).with_name("bare_queue.py"), address, str(GROUP_SIZE)]
+    environment = os.environ | {"REDIS_URL": url}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as service:
+        assert service.stdout is not None
+        service.stdout.readline()
+        async with rpc.connect(address, SecurityConfig()) as channel:
+            yield BareQueue(channel, Clock(service.pid, redis_pid), tokens)
+        service.terminate()
+
+
+async def costs(repeats: int, batches: int, tokens: int, folder: Path) -> dict[str, float]:
+    """CPU-ms a group of "ours", "bare" and "raw": medians over the repeats.
+
+    Each has some batches at a stretch, after one that is not counted: while the others had their
+    turn, its memory went cold.
+    """
+    folder.mkdir()
+    async with contextlib.AsyncExitStack() as stack:
+        service = stack.enter_context(Service(folder, budget=8))
+        ours = await stack.enter_async_context(queue(service))
+        url, pid = stack.enter_context(_redis(folder / "raw"))
+        raw = RawRedis(stack.enter_context(redis.Redis.from_url(url)), Clock(pid), tokens)
+        url, pid = stack.enter_context(_redis(folder / "bare"))
+        bare = await stack.enter_async_context(bare_queue(url, pid, tokens))
+        sides: dict[str, Callable[[int], Awaitable[float]]] = {
+            "ours": partial(ours.cost, tokens=tokens),
+            "bare": bare.cost,
+            "raw": raw.cost,
+        }
+        seen: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(repeats):
+            for name, cost in sides.items():
+                await cost(1)
+                seen[name].append(await cost(batches))
+    for name, values in seen.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        shown = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+        print(f"{name}, {tokens} tokens, CPU-ms a group: {shown}", flush=True)
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+@contextlib.contextmanager
+def _redis(folder: Path) -> Iterator[tuple[str, int]]:
+    """(address, process id) of a server such as the service's own."""
+    own = psutil.Process()
+    before = own.children()
+    with embedded(server_binary(), folder) as url:
+        (server,) = set(own.children()) - set(before)
+        yield url, server.pid
 
 
 async def depth_growth(deep: int, repeats: int, folder: Path) -> float:
@@ -264,7 +331,7 @@ def peer(peers: Path | None, name: str, tokens: int) -> float | None:
     python = peers / name / "bin" / "python" if peers is not None else None
     if python is None or not python.exists():
         return None
-    script = Path(__file__).parent / "peers" / f"{name}_queue.py"
+    script = Path(__file__).parent / "peers" / f"{name}_peer.py"
     command = [python, script, str(GROUP_SIZE), str(tokens)]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
@@ -297,6 +364,12 @@ def _group(task: Task, tokens: int, version: int) -> Sequence[Trajectory]:
     ]
 
 
+def _payloads(tokens: int) -> list[bytes]:
+    """The trajectories of a group as they are sent."""
+    group = _group(_task(0), tokens, version=0)
+    return [trajectory.to_wire().SerializeToString() for trajectory in group]
+
+
 def _trajectory(tokens: int) -> Trajectory:
     rng = np.random.default_rng(tokens)
     return Trajectory(
@@ -317,32 +390,28 @@ def _trajectory(tokens: int) -> Trajectory:
     )
 
 
-def _server_of(parent: int, other: int) -> int:
-    """The raw side's Redis: a child of ours that is not the service."""
-    (child,) = (p for p in psutil.Process(parent).children() if p.pid != other)
-    return int(child.pid)
-
-
 async def main(short: bool, peers: Path | None) -> None:
     few: Callable[[int, int], int] = lambda full, brief: brief if short else full  # noqa: E731
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ratio_1024, ours_1024 = await ratio(few(5, 1), few(16, 4), 1024, folder)
-        ratio_8192, _ = await ratio(few(5, 1), few(4, 2), 8192, folder)
+        at_1024 = await costs(few(16, 4), 8, 1024, folder / "1024")
+        at_8192 = await costs(few(16, 4), 4, 8192, folder / "8192")
         atropos = peer(peers, "atropos", 1024)
         transfer = peer(peers, "transfer", 1024)
         growth = await depth_growth(few(100_000, 2_000), few(5, 2), folder / "depth")
         rss, lag = await endurance(few(100_000, 2_000), folder / "endurance")
     finish(
         seed=0,
-        ratio_to_redis_1024=round(ratio_1024, 2),
-        ratio_to_redis_8192=round(ratio_8192, 2),
-        ratio_to_atropos=None if atropos is None else round(ours_1024 / atropos, 4),
-        ratio_to_transferqueue=None if transfer is None else round(ours_1024 / transfer, 3),
+        ratio_to_redis_1024=round(at_1024["ours"] / at_1024["raw"], 2),
+        ratio_to_redis_8192=round(at_8192["ours"] / at_8192["raw"], 2),
+        bare_to_redis_1024=round(at_1024["bare"] / at_1024["raw"], 2),
+        bare_to_redis_8192=round(at_8192["bare"] / at_8192["raw"], 2),
+        ratio_to_atropos=None if atropos is None else round(at_1024["ours"] / atropos, 4),
+        ratio_to_transferqueue=None if transfer is None else round(at_1024["ours"] / transfer, 3),
         depth_growth=round(growth, 3),
         rss_growth_mb=round(rss, 1),
         loop_lag_ms_max=round(lag, 1),
-        cpu_ms_a_group_1024=round(ours_1024, 3),
+        cpu_ms_a_group_1024=round(at_1024["ours"], 3),
     )
 
 

@@ -4,7 +4,7 @@ Runs in an environment that holds atroposlib (0.4.0: `pip install --no-deps atro
 fastapi, uvicorn, pydantic, aiohttp, numpy, redis, jinja2, tenacity, requests, psutil, orjson,
 zstandard), not in ours. Prints one number. Its wire is JSON; the groups are ours, as lists.
 
-    python atropos_queue.py GROUP_SIZE TOKENS
+    python atropos_peer.py GROUP_SIZE TOKENS
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Runs in an environment that holds TransferQueue (0.1.11, `pip install torch TransferQueue`), not in
 ours. Prints one number: all processes of its Ray are counted, less what they take when idle.
 
-    python transfer_queue.py GROUP_SIZE TOKENS
+    python transfer_peer.py GROUP_SIZE TOKENS
 """
 
 from __future__ import annotations
