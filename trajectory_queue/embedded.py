@@ -45,8 +45,8 @@ _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
 _RESTART_SECONDS = 0.5
 
-# At Redis' defaults, rewrites of the append-only file take as much CPU as the server itself, most of
-# it to compress log-probabilities, which hardly get smaller.
+# At Redis' defaults, rewrites of the append-only file take as much CPU as the server itself, most
+# of it to compress log-probabilities, which hardly get smaller.
 _CONFIG = """\
 port 0
 unixsocket "{socket}"

@@ -107,8 +107,8 @@ def test_compose_gives_a_sandbox_its_own_secret_and_no_way_out() -> None:
 
 def test_compose_starts_redis_as_the_queue_needs_it() -> None:
     command = " ".join(COMPOSE["services"]["redis"]["command"])
-    for setting in ("--appendonly yes", "--maxmemory-policy noeviction", "--port 0"):
-        assert setting in command
+    for setting in ("appendonly yes", "maxmemory-policy noeviction", "rdbcompression no", "port 0"):
+        assert f"--{setting}" in command
     assert set(COMPOSE["volumes"]) >= {"secrets", "redis", "runs"}
 
 
