@@ -449,8 +449,12 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed(Command[Freed]):
+    """Lets go of committed groups that a checkpoint of `version` covers, oldest first, at most
+    `most` of them: so that nobody waits long for a checkpoint that covers thousands."""
+
     incarnation: int
     version: int
+    most: int = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,8 @@ _EXAMINED_AT_ONCE = 64
 _RETRY_SECONDS = 1.0
 # Payloads read from the store, and sent, at once.
 _FETCH_BYTES = 1 << 20
+# Groups of a checkpoint that are let go before others get their turn at the store.
+_FREED_AT_ONCE = 256
 _CHANGES_SHOWN = 20
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -340,8 +342,13 @@ class QueueService(queue_pb2_grpc.TrajectoryQueueServicer):
         self, request: pb.CheckpointedRequest, context: Context
     ) -> pb.CheckpointedResponse:
         async with _answering(context):
-            freed = await self._store.apply(c.Checkpointed(request.incarnation, request.version))
-            return pb.CheckpointedResponse(payloads_freed=freed.count)
+            command = c.Checkpointed(request.incarnation, request.version, _FREED_AT_ONCE)
+            freed = 0
+            while True:
+                some = await self._store.apply(command)
+                freed += some.count
+                if some.count < command.most:
+                    return pb.CheckpointedResponse(payloads_freed=freed)
 
     async def Resume(  # noqa: N802
         self, request: pb.ResumeRequest, context: Context

@@ -610,6 +610,16 @@ async def test_payloads_live_until_a_checkpoint_covers_them(queue: Driver) -> No
     assert (await queue.report()).payload_bytes == 0
 
 
+async def test_a_checkpoint_lets_go_of_a_few_groups_at_a_time_the_oldest_first(
+    queue: Driver,
+) -> None:
+    await trained(queue, 3)
+    freed = [(await queue.apply(c.Checkpointed(1, 2, most=3))).count for _ in range(3)]
+    assert freed == [3, 1, 0]
+    queue.incarnation = (await queue.apply(c.Resume("trainer", 0, 2))).incarnation
+    assert len((await queue.batch(2)).groups) == 2, "what it does not cover is there to be restored"
+
+
 async def test_an_evaluation_after_the_checkpoint_can_be_done_again(queue: Driver) -> None:
     await trained(queue, 1)
     await queue.enqueue(new_task(0, lane=Lane.EVAL))

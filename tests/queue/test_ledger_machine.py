@@ -339,10 +339,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.apply(c.Release("trainer", self.incarnation, batch_id))
         del self.batches[batch_id]
 
-    @rule(lag=st.integers(0, 2))
-    def checkpointed(self, lag: int) -> None:
+    @rule(lag=st.integers(0, 2), most=st.sampled_from([1, 3, 1000]))
+    def checkpointed(self, lag: int, most: int) -> None:
         self.checkpoint = max(self.checkpoint, self.version - lag)
-        self.apply(c.Checkpointed(self.incarnation, self.checkpoint))
+        assert self.apply(c.Checkpointed(self.incarnation, self.checkpoint, most)).count <= most
 
     @rule(lag=st.integers(0, 3))
     def resume(self, lag: int) -> None:

@@ -28,6 +28,7 @@ from leeway.v1 import queue_pb2_grpc
 from leeway.versions import Staleness, VersionSpan
 from tests.queue.cases import configuration, group_of, servers, serving, task, trajectory
 from tests.waiting import eventually
+from trajectory_queue import service
 from trajectory_queue.client import (
     FailureKind,
     Lease,
@@ -336,6 +337,20 @@ async def test_a_full_queue_holds_pushes_back_until_there_is_room(tmp_path: Path
         await run.trainer.checkpointed(1)
         async with asyncio.timeout(10):
             await held
+
+
+async def test_a_checkpoint_lets_go_of_all_that_it_covers_a_few_at_a_time(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_FREED_AT_ONCE", 1)
+    await run.trainer.resume(0)
+    await run.trainer.enqueue([task(number) for number in range(2)])
+    for lease in (await run.lease()).leases:
+        await run.complete(lease)
+    batch = await run.trainer.lease_batch(version=0, groups=2, deadline_seconds=5)
+    await run.trainer.commit(batch, version=1)
+    assert await run.trainer.checkpointed(1) == 2
+    assert (await run.operator.status()).payload_bytes == 0
 
 
 async def test_evaluation_beside_training(run: Run) -> None:

@@ -172,9 +172,11 @@ def checkpointed(books: Books, command: c.Checkpointed) -> c.Freed:
     covered = [
         group
         for lane in Lane
-        for group in books.members(lane, State.COMMITTED)
+        for group in sorted(
+            books.members(lane, State.COMMITTED), key=lambda g: (g.committed_at, g.task.task_id)
+        )
         if group.committed_at <= command.version - (lane is Lane.EVAL)
-    ]
+    ][: command.most]
     for group in covered:
         books.drop_payloads(group)
         books.forget(group)

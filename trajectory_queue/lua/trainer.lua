@@ -229,13 +229,15 @@ return reply({
     local freed = 0
     for _, lane in ipairs(LANES) do
       local upto = lane == 'eval' and args.version - 1 or args.version
-      for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'committed:' .. lane, '-inf', upto)) do
+      local committed = P .. 'committed:' .. lane
+      local covered = call('ZRANGEBYSCORE', committed, '-inf', upto, 'LIMIT', 0, args.most - freed)
+      for _, id in ipairs(covered) do
         local g = group(id)
         drop_payloads(g)
         forget(g)
-        freed = freed + 1
+        call('ZREM', committed, id)
       end
-      call('ZREMRANGEBYSCORE', P .. 'committed:' .. lane, '-inf', upto)
+      freed = freed + #covered
     end
     if freed > 0 then wake.tasks = true end
     return {count = freed}
