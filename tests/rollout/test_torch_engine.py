@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -311,17 +313,28 @@ async def test_no_more_than_the_concurrency_run_and_the_first_come_first(llama: 
     assert order == [f"r{i}" for i in range(7)]
 
 
-async def test_what_does_not_fit_waits_and_the_load_says_so(llama: Path) -> None:
-    lengths = (2, 60, 60, 60, 60)  # the second runs on while the first is counted
+async def test_what_does_not_fit_waits_and_the_load_says_so(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = [
         request(f"r{i}", prompt=prompt(i), sampling=Sampling(max_new_tokens=length))
-        for i, length in enumerate(lengths)
+        for i, length in enumerate((2, 60, 60, 60, 60))
     ]
     async with engine_of(llama, concurrency=2, stop_tokens=NEVER_STOPS) as engine:
+        forward, steps, looked = engine._model.forward, itertools.count(), threading.Event()
+
+        def held(*arguments: Any) -> Any:
+            """The first ends with the second step; the third is held."""
+            if next(steps) == 2:
+                looked.wait(30)
+            return forward(*arguments)
+
+        monkeypatch.setattr(engine._model, "forward", held)
         answers = engine.generate(requests)
         await anext(answers)
         load = await engine.load()
         assert 0 < load.waiting <= 3 and 0.0 < load.kv_use <= 1.0
+        looked.set()
         assert len([generation async for generation in answers]) == 4
         idle = await engine.load()
         assert (idle.kv_use, idle.waiting, idle.preemptions) == (0.0, 0, 0)
