@@ -86,8 +86,10 @@ async def probe(base_url: str, model: str, key: str) -> Capabilities:
 
         if await chat() is None:
             raise EngineError(f"{base_url}/chat/completions: refuses model {model!r}")
-        # Some refuse fields that they do not know.
-        told = await chat(logprobs=True, **_ID_WISHES) or await chat(logprobs=True) or {}
+        # Greedily: at random an answer may be over before its first token. Some refuse fields that
+        # they do not know.
+        greedy = {"logprobs": True, "temperature": 0.0}
+        told = await chat(**greedy, **_ID_WISHES) or await chat(**greedy) or {}
         first, second = [await chat(seed=7, temperature=1.0) for _ in range(2)]
         by_ids = await ask("/completions", prompt=_PROMPT, max_tokens=1)
         shaped = await ask(
