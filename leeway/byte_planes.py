@@ -58,6 +58,8 @@ def decode(data: memoryview, elements: int, dtype: np.dtype[Any]) -> tuple[Words
             (length,) = _LENGTH.unpack_from(data, at)
             at += _LENGTH.size
             packed = data[at : at + length]
+            if len(packed) != length:
+                raise WireError(f"a byte plane of {length} bytes, of which {len(packed)} came")
             if zstandard.frame_content_size(packed) != elements:
                 raise WireError("a byte plane of another length than its elements")
             table[:, plane] = np.frombuffer(decompressor.decompress(packed), np.uint8)

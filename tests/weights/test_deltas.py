@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway import deltas
+from leeway import byte_planes, deltas
 from leeway.deltas import Change, Delta
 from leeway.errors import WireError
 from leeway.tensors import Encoding, Tensor, describe, digest_of, numpy_dtype, words_of
@@ -118,6 +118,20 @@ def test_damage_is_an_error_or_another_digest(
     digests = {record.name: record.digest for record in delta.records}
     wrong = [n for n, t in result.items() if digest_of(t) != digests[n]]
     assert wrong or agree(result, new)
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("byte", range(8))
+def test_a_length_that_was_damaged_is_an_error(plane: int, byte: int) -> None:
+    """Of a plane with another behind it, and of the last."""
+    words = np.array([1, 2, 300, 65535], dtype=np.uint16)
+    planes = bytearray(byte_planes.encode(words))
+    at = 1
+    for _ in range(plane):
+        at += 8 + int.from_bytes(planes[at : at + 8], "little")
+    planes[at + byte] ^= 0x80
+    with pytest.raises(WireError, match="a byte plane of"):
+        byte_planes.decode(memoryview(planes), words.size, words.dtype)
 
 
 def test_the_cheaper_encoding_is_chosen() -> None:
