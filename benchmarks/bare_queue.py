@@ -75,5 +75,4 @@ class BareQueue(queue_pb2_grpc.TrajectoryQueueServicer):
 
 if __name__ == "__main__":
     keep_freed_memory()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(BareQueue(os.environ["REDIS_URL"], int(sys.argv[2])).serve(sys.argv[1]))
+    uvloop.run(BareQueue(os.environ["REDIS_URL"], int(sys.argv[2])).serve(sys.argv[1]))

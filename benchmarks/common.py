@@ -24,8 +24,7 @@ class TreeClock:
         self._seen: dict[tuple[int, float], float] = {}
 
     def read(self) -> float:
-        """Call it often: the time of a descendant that came and went in between is counted only if
-        its parent waited for it."""
+        """Call it often: the time of a descendant that came and went in between is not counted."""
         try:
             processes = [self._root, *self._root.children(recursive=True)]
         except psutil.NoSuchProcess:

@@ -65,27 +65,28 @@ SAMPLING = Sampling(max_new_tokens=16384)
 
 
 class Clock:
-    """CPU-milliseconds of this process, others, and their children, by phase."""
+    """CPU-milliseconds of this process, others, and their children."""
 
     def __init__(self, *pids: int) -> None:
         others = [psutil.Process(pid) for pid in pids]
         self._others = [each for other in others for each in (other, *other.children())]
-        self.phases: dict[str, float] = {}
+        self.spent = 0.0
 
-    def now(self) -> float:
-        # This process's clock is finer than /proc's hundredths of a second.
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """What is spent meanwhile is added to `spent`."""
+        before = self._now()
+        yield
+        self.spent += self._now() - before
+
+    def _now(self) -> float:
         # Redis rewrites its append-only file in children of its own.
-        spent = sum(
+        others = sum(
             times.user + times.system + times.children_user + times.children_system
             for times in (process.cpu_times() for process in self._others)
         )
-        return 1000 * (time.process_time() + spent)
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        before = self.now()
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + self.now() - before
+        # This process's clock is finer than /proc's hundredths of a second.
+        return 1000 * (time.process_time() + others)
 
 
 class Service:
@@ -145,46 +146,42 @@ class Queue:
     async def put(self, groups: int, tokens: int) -> None:
         """Enqueues tasks, leases them and pushes their trajectories."""
         tasks = [_task(next(self._sequence)) for _ in range(groups)]
-        with self.clock.phase("enqueue"):
-            await self.trainer.enqueue(tasks)
-        with self.clock.phase("admit"):
-            leased = await self.node.lease_tasks(
-                version=self.version,
-                max_groups=groups,
-                wait_seconds=5.0,
-                request_id=tasks[0].task_id,
-            )
+        await self.trainer.enqueue(tasks)
+        leased = await self.node.lease_tasks(
+            version=self.version,
+            max_groups=groups,
+            wait_seconds=5.0,
+            request_id=tasks[0].task_id,
+        )
         assert len(leased.leases) == groups, leased.waiting_for
         made = [
             (lease.lease_id, trajectory)
             for lease in leased.leases
             for trajectory in _group(lease.task, tokens, self.version)
         ]
-        with self.clock.phase("put"):
+        with self.clock.running():
             for start in range(0, len(made), CHUNK * GROUP_SIZE):
                 result = await self.node.push_many(made[start : start + CHUNK * GROUP_SIZE])
                 assert not result.refused
 
     async def take(self, groups: int) -> None:
         """Leases one batch and commits it."""
-        with self.clock.phase("lease"):
+        with self.clock.running():
             batch = await self.trainer.lease_batch(
                 version=self.version, groups=groups, deadline_seconds=60
             )
-        self.version += 1
-        with self.clock.phase("commit"):
+            self.version += 1
             await self.trainer.commit(batch, version=self.version)
             if self.version % CHECKPOINT_EVERY == 0:
                 await self.trainer.checkpointed(self.version)
 
     async def cost(self, batches: int, tokens: int) -> float:
         """CPU-ms a group of put + lease + commit."""
-        self.clock.phases.clear()
+        before = self.clock.spent
         for _ in range(batches):
             await self.put(BATCH, tokens)
             await self.take(BATCH)
-        phases = self.clock.phases
-        return sum(phases[name] for name in ("put", "lease", "commit")) / (batches * BATCH)
+        return (self.clock.spent - before) / (batches * BATCH)
 
 
 @contextlib.asynccontextmanager
@@ -205,20 +202,24 @@ class RawRedis:
 
     async def cost(self, batches: int) -> float:
         """CPU-ms a group."""
-        before = self._clock.now()
-        for _ in range(batches):
-            for _ in range(BATCH // CHUNK):
-                pipe = self._client.pipeline(transaction=False)
-                for _ in range(CHUNK):
-                    pipe.xadd("raw", {"b": self._payload})
-                pipe.execute()
-            ids: list[bytes] = []
-            while len(ids) < BATCH:
-                read = self._client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
-                ids.extend(identifier for identifier, _ in read[0][1])
-            self._client.xack("raw", "readers", *ids)
-            self._client.xdel("raw", *ids)
-        return (self._clock.now() - before) / (batches * BATCH)
+        before = self._clock.spent
+        with self._clock.running():
+            for _ in range(batches):
+                self._pass_batch()
+        return (self._clock.spent - before) / (batches * BATCH)
+
+    def _pass_batch(self) -> None:
+        for _ in range(BATCH // CHUNK):
+            pipe = self._client.pipeline(transaction=False)
+            for _ in range(CHUNK):
+                pipe.xadd("raw", {"b": self._payload})
+            pipe.execute()
+        ids: list[bytes] = []
+        while len(ids) < BATCH:
+            read = self._client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
+            ids.extend(identifier for identifier, _ in read[0][1])
+        self._client.xack("raw", "readers", *ids)
+        self._client.xdel("raw", *ids)
 
 
 class BareQueue:
@@ -231,16 +232,20 @@ class BareQueue:
 
     async def cost(self, batches: int) -> float:
         """CPU-ms a group."""
-        before = self._clock.now()
-        for _ in range(batches):
-            for _ in range(BATCH // CHUNK):
-                pushed = [pb.PushedTrajectory(trajectory=each) for each in self._payloads] * CHUNK
-                await self._stub.Push(pb.PushRequest(trajectories=pushed), timeout=60)
-            taken, request = 0, pb.LeaseBatchRequest(groups=BATCH)
-            async for message in self._stub.LeaseBatch(request, timeout=60):
-                taken += sum(len(group.trajectories) for group in message.leased)
-            assert taken == BATCH * GROUP_SIZE
-        return (self._clock.now() - before) / (batches * BATCH)
+        before = self._clock.spent
+        with self._clock.running():
+            for _ in range(batches):
+                await self._pass_batch()
+        return (self._clock.spent - before) / (batches * BATCH)
+
+    async def _pass_batch(self) -> None:
+        for _ in range(BATCH // CHUNK):
+            pushed = [pb.PushedTrajectory(trajectory=each) for each in self._payloads] * CHUNK
+            await self._stub.Push(pb.PushRequest(trajectories=pushed), timeout=60)
+        taken, request = 0, pb.LeaseBatchRequest(groups=BATCH)
+        async for message in self._stub.LeaseBatch(request, timeout=60):
+            taken += sum(len(group.trajectories) for group in message.leased)
+        assert taken == BATCH * GROUP_SIZE
 
 
 @contextlib.asynccontextmanager

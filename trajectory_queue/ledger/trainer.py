@@ -172,15 +172,15 @@ def checkpointed(books: Books, command: c.Checkpointed) -> c.Freed:
     covered = [
         group
         for lane in Lane
-        for group in sorted(
-            books.members(lane, State.COMMITTED), key=lambda g: (g.committed_at, g.task.task_id)
-        )
+        for group in books.members(lane, State.COMMITTED)
         if group.committed_at <= command.version - (lane is Lane.EVAL)
-    ][: command.most]
-    for group in covered:
+    ]
+    covered.sort(key=lambda g: (g.task.lane is Lane.EVAL, g.committed_at, g.task.task_id))
+    freed = covered[: command.most]
+    for group in freed:
         books.drop_payloads(group)
         books.forget(group)
-    return c.Freed(len(covered))
+    return c.Freed(len(freed))
 
 
 def resume(books: Books, command: c.Resume) -> c.Resumed:
