@@ -57,7 +57,7 @@ appendonly yes
 appendfsync everysec
 save ""
 rdbcompression no
-auto-aof-rewrite-min-size 256mb
+auto-aof-rewrite-min-size 1gb
 maxmemory-policy noeviction
 daemonize no
 logfile "{directory}/server.log"

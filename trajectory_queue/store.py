@@ -8,7 +8,6 @@ changes wakes the waiters of all, the own at once and the others' within `_POLL_
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -71,18 +70,18 @@ class RedisStore:
         arguments, blobs = codec.encode(command)
         now = str(self._clock()) if self._clock is not None else ""
         words: list[str | bytes] = [type(command).__name__, now, arguments]
-        staged: dict[str, bytes] = {}
+        payloads: dict[str, bytes] = {}
         if isinstance(command, c.Push):
             push = uuid.uuid4().hex
-            words.append(push)
-            staged = {f"{self._prefix}staged:{push}:{n}": blob for n, blob in enumerate(blobs)}
+            words += [push, *(str(len(blob)) for blob in blobs)]
+            payloads = {f"{self._prefix}payload:{push}:{n}": b for n, b in enumerate(blobs)}
         else:
             words += blobs
         script = _SCRIPT_OF.get(type(command), "operator")
         for _ in range(_READ_ATTEMPTS):
             async with _translated():
-                reply = await self._evaluate(script, words, staged)
-                tree = json.loads(reply[0])
+                reply = await self._evaluate(script, words, payloads)
+                tree = codec.unpack(reply[0])
                 read = await self._client.mget(tree["read"]) if tree.get("read") else []
             if "error" in tree:
                 kind = FencedError if tree["error"] == "fenced" else DataError
@@ -94,23 +93,23 @@ class RedisStore:
         raise InfrastructureError("what was to be read left the queue again and again")
 
     async def _evaluate(
-        self, script: str, words: list[str | bytes], staged: dict[str, bytes]
+        self, script: str, words: list[str | bytes], payloads: dict[str, bytes]
     ) -> Any:
-        """The script's reply; `staged` keys are set in the same transaction."""
+        """The script's reply; `payloads`, by key, are set in the same transaction."""
         for _ in range(2):
             if script not in self._shas:
                 self._shas[script] = await self._client.script_load(self._scripts[script])
             call: list[Any] = [self._shas[script], 1, self._prefix, *words]
             try:
-                if not staged:
+                if not payloads:
                     return await self._client.evalsha(*call)
                 async with self._client.pipeline(transaction=True) as transaction:
-                    transaction.mset(staged)
+                    transaction.mset(payloads)
                     transaction.evalsha(*call)
                     return (await transaction.execute())[1]
             except ResponseError as error:
-                if staged:
-                    await self._client.unlink(*staged)
+                if payloads:
+                    await self._client.unlink(*payloads)
                 if not isinstance(error, NoScriptError):
                     raise
                 # The server restarted, or somebody flushed its scripts.

@@ -65,6 +65,17 @@ class RedisBackend:
     async def apply(self, command: c.Command[R]) -> R:
         return await self.store.apply(command)
 
+    async def check_payloads(self) -> None:
+        """The server holds the payloads that the stream names, and counts the bytes of each."""
+        entries = await self.client.xrange(f"{self.prefix}trajectories")
+        named = [key for _, fields in entries for key in fields.values()]
+        held = await self.client.keys(f"{self.prefix}payload:*")
+        assert sorted(held) == sorted(named)
+        sizes = [await self.client.strlen(key) for key in held]
+        for key in await self.client.keys(f"{self.prefix}partials:*"):
+            sizes += map(len, await self.client.hvals(key))
+        assert sum(sizes) == int(await self.client.hget(f"{self.prefix}meta", "bytes") or 0)
+
 
 def servers() -> dict[str, Path]:
     """The Redis-like servers that this machine offers."""
@@ -83,6 +94,7 @@ async def backend(name: str, urls: dict[str, str]) -> AsyncIterator[Backend]:
     redis = RedisBackend(urls[name])
     try:
         yield redis
+        await redis.check_payloads()
     finally:
         await redis.client.aclose()
 

@@ -84,6 +84,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._finish()
         for backend in self.backends:
             if isinstance(backend, RedisBackend):
+                self.loop.run_until_complete(backend.check_payloads())
                 self.loop.run_until_complete(backend.client.flushall())
                 self.loop.run_until_complete(backend.client.aclose())
 

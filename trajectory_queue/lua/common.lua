@@ -2,12 +2,13 @@
 -- followed by one of rollout.lua, trainer.lua, operator.lua.
 --
 -- KEYS[1]  prefix of all keys of the run, with its hash tag: "leeway:{run}:"
--- ARGV     command name, time in ms ("" for the server's clock), arguments as JSON, blobs...
--- Bytes are passed as blobs; in JSON stands the blob's number, from 0.
--- Reply    {JSON of {ok, wake, read} or {error, message}, blobs...}; the values of the keys `read`
---          are further blobs
--- Payloads never pass through Lua, which would copy them: a push sets them as `staged` keys in the
--- transaction of its script (ARGV[4] is its name), which renames or removes each.
+-- ARGV     command name, time in ms ("" for the server's clock), arguments as MessagePack (see
+--          codec.py), blobs...; a push's: its name, and the sizes of its payloads
+-- Reply    {MessagePack of {ok, wake, read} or {error, message}, blobs...}; the values of the keys
+--          `read` are further blobs
+-- Where bytes belong stands the blob's number, from 0. Payloads never pass through Lua, which would
+-- copy them: a push sets their keys in the transaction of its script, which removes those of what
+-- it does not accept.
 --
 -- Keys     meta              hash: settings, budget, clock, version, ... (see `L`)
 --          counts, counters  hashes
@@ -16,8 +17,7 @@
 --          task_of           hash: trajectory id -> task id
 --          group:<task>      hash: `record` (MessagePack, see `NEW_GROUP`), `task` (bytes)
 --          partials:<task>   hash: index -> bytes
---          payload:<task>:<index>  bytes of an accepted trajectory
---          staged:<push>:<number>  bytes on their way
+--          payload:<push>:<number>  bytes of an accepted trajectory
 --          trajectories      stream of their keys, as fields index -> key; consumer group
 --                            `trainers`, a consumer a trainer. An entry is pending while a trainer
 --                            holds it, acknowledged by the commit, and deleted by id, with its
@@ -26,14 +26,14 @@
 --          queued:<lane>     zset by age             committed:<lane>  zset by version
 --          dead              zset by sequence        admitted          zset of the running training
 --                                                    groups by their node's version at the lease
---          batches           hash: "<lane>:<trainer>" -> JSON of the open batch
+--          batches           hash: "<lane>:<trainer>" -> the open batch (MessagePack)
 --          last_commit       hash: "<lane>:<trainer>" -> "<batch id> <count>"
 --          nodes, node_waits hashes: node id -> JSON;  audit: list of JSON, newest first
 --
--- What a command changes in meta, counts, counters and groups is kept here and written once, when
--- it has succeeded: see `reply`.
+-- What a command changes in meta, counts, counters and groups, and the payloads that it lets go of,
+-- is kept here and written once, when it has succeeded: see `reply`.
 local P = KEYS[1]
-local args = cjson.decode(ARGV[3])
+local args = cmsgpack.unpack(ARGV[3])
 local call = redis.call
 local STREAM, READERS = P .. 'trajectories', 'trainers'
 -- Ages sort by (oldest version, sequence): versions stay below 2^21, sequences below 2^32.
@@ -141,7 +141,7 @@ end
 
 local groups = {}
 
--- slots: index (as text) -> {stream id, trajectory id}. oldest, newest, mask_below and first_score
+-- slots: index (as text) -> {stream id, trajectory id, name of the payload}. oldest, newest, mask_below and first_score
 -- may be missing; index and score say where the group stands, so that `flush` knows what to move.
 local function new_group(task)
   local g = {
@@ -187,15 +187,13 @@ local function move(g, to)
   end
   local index, score = index_of(g)
   if index then call('ZREM', index, g.id) end
+  if g.state == 'running' and g.lane == 'train' then call('ZREM', P .. 'admitted', g.id) end
   add_count(g.lane, g.state, -1)
   add_count(g.lane, to, 1)
   g.state = to
   index, score = index_of(g)
   if index then call('ZADD', index, score, g.id) end
-  if g.lane == 'train' then
-    if to == 'running' then call('ZADD', P .. 'admitted', g.admitted, g.id)
-    else call('ZREM', P .. 'admitted', g.id) end
-  end
+  if to == 'running' and g.lane == 'train' then call('ZADD', P .. 'admitted', g.admitted, g.id) end
   save(g)
   if WAKES[to] then wake[WAKES[to]] = true end
 end
@@ -203,37 +201,34 @@ end
 local function sorted_slots(g)
   local slots = {}
   for index, slot in pairs(g.slots) do
-    slots[#slots + 1] = {index = tonumber(index), stream_id = slot[1], id = slot[2]}
+    slots[#slots + 1] = {index = tonumber(index), payload = slot[3]}
   end
   table.sort(slots, function(a, b) return a.index < b.index end)
   return slots
 end
 
-local function payload_key(g, index) return P .. 'payload:' .. g.id .. ':' .. index end
+local function payload_key(name) return P .. 'payload:' .. name end
 
--- Samples that were pushed together share an entry.
-local function stream_ids(g)
-  local ids, seen = {}, {}
+-- Adds the group's entries of the stream to `ids`. Samples that were pushed together share one.
+local function add_stream_ids(g, ids)
+  local seen = {}
   for _, slot in pairs(g.slots) do
     if not seen[slot[1]] then
       seen[slot[1]] = true
       ids[#ids + 1] = slot[1]
     end
   end
-  return ids
 end
 
+local dropped_entries, dropped_keys = {}, {}
 local function drop_payloads(g)
-  local ids, names, keys = stream_ids(g), {}, {}
-  if #ids > 0 then
-    for index, slot in pairs(g.slots) do
-      names[#names + 1] = slot[2]
-      keys[#keys + 1] = payload_key(g, index)
-    end
-    call('XDEL', STREAM, unpack(ids))
-    call('UNLINK', unpack(keys))
-    call('HDEL', P .. 'task_of', unpack(names))
+  local names = {}
+  for _, slot in pairs(g.slots) do
+    names[#names + 1] = slot[2]
+    dropped_keys[#dropped_keys + 1] = payload_key(slot[3])
   end
+  if #names > 0 then call('HDEL', P .. 'task_of', unpack(names)) end
+  add_stream_ids(g, dropped_entries)
   if g.partial_bytes > 0 then call('DEL', P .. 'partials:' .. g.id) end
   add_bytes(-g.bytes - g.partial_bytes)
   g.slots, g.samples, g.tokens, g.longest, g.bytes, g.partial_bytes = {}, 0, 0, 0, 0, 0
@@ -261,15 +256,22 @@ end
 
 -- The end of a command ----------------------------------------------------------------------------
 
+-- `act` on many: Lua hands a call some thousands of arguments at most.
+local function in_parts(items, act)
+  for first = 1, #items, 1000 do act(unpack(items, first, math.min(first + 999, #items))) end
+end
+
 local function flush()
   for id, known in pairs(groups) do
     if known.gone then
-      call('DEL', P .. 'group:' .. id)
+      dropped_keys[#dropped_keys + 1] = P .. 'group:' .. id
     elseif known.changed then
       known.is.id = nil
       call('HSET', P .. 'group:' .. id, 'record', cmsgpack.pack(known.is))
     end
   end
+  in_parts(dropped_entries, function(...) call('XDEL', STREAM, ...) end)
+  in_parts(dropped_keys, function(...) call('UNLINK', ...) end)
   local fields = {}
   for name in pairs(counted) do
     fields[#fields + 1], fields[#fields + 2] = name, counts[name]
@@ -290,9 +292,9 @@ local function reply(commands)
   local done, result = pcall(commands[ARGV[1]])
   if not done then
     if type(result) ~= 'table' or not result.kind then error(result) end
-    return {cjson.encode({error = result.kind, message = result.message})}
+    return {cmsgpack.pack({error = result.kind, message = result.message})}
   end
   flush()
-  table.insert(blobs, 1, cjson.encode({ok = result, wake = wake, read = reads}))
+  table.insert(blobs, 1, cmsgpack.pack({ok = result, wake = wake, read = reads}))
   return blobs
 end

@@ -32,7 +32,7 @@ end
 local function trainer_wait()
   local open = {}
   for _, record in ipairs(call('HVALS', P .. 'batches')) do
-    local batch = cjson.decode(record)
+    local batch = cmsgpack.unpack(record)
     if batch.since then open[#open + 1] = {batch.since, #batch.tasks, batch.wanted} end
   end
   table.sort(open, function(a, b)

@@ -113,29 +113,35 @@ local function leased(chosen, wait, needed)
   }
 end
 
-local function fault(entry, g, leased_task)
+-- A push's entries, in columns.
+local E = args.entries
+
+local function fault(i, g)
   local function refused(field, given, expected)
-    return {trajectory_id = entry.trajectory_id, field = field, given = tostring(given),
+    return {trajectory_id = E.trajectory_id[i], field = field, given = tostring(given),
       expected = expected}
   end
-  if not g and call('SISMEMBER', P .. 'known', entry.task_id) == 0 then
-    return refused('task_id', entry.task_id, 'not a task of this run; push what was leased')
+  local task_id, lease_id = E.task_id[i], E.lease_id[i]
+  if not g and call('SISMEMBER', P .. 'known', task_id) == 0 then
+    return refused('task_id', task_id, 'not a task of this run; push what was leased')
   end
-  if leased_task and leased_task ~= entry.task_id then
-    return refused('task_id', entry.task_id, 'the lease is for task ' .. leased_task)
+  local leased_task = not (g and g.lease == lease_id) and call('HGET', P .. 'leases', lease_id)
+  if leased_task and leased_task ~= task_id then
+    return refused('task_id', task_id, 'the lease is for task ' .. leased_task)
   end
-  if entry.newest and entry.newest > L.published then
-    return refused('versions', entry.newest, 'the newest published version is ' .. L.published)
+  local newest, largest_id = E.newest[i], E.largest_id[i]
+  if newest and newest > L.published then
+    return refused('versions', newest, 'the newest published version is ' .. L.published)
   end
-  if L.vocabulary > 0 and entry.largest_id >= L.vocabulary then
-    return refused('token_ids', entry.largest_id, 'the model knows ' .. L.vocabulary .. ' token ids')
+  if L.vocabulary > 0 and largest_id >= L.vocabulary then
+    return refused('token_ids', largest_id, 'the model knows ' .. L.vocabulary .. ' token ids')
   end
   if not g then return nil end
-  if entry.index >= g.size then
-    return refused('index', entry.index, 'the group has ' .. g.size .. ' samples')
+  if E.index[i] >= g.size then
+    return refused('index', E.index[i], 'the group has ' .. g.size .. ' samples')
   end
-  if entry.sampling ~= g.sampling then
-    return refused('sampling', entry.sampling, 'the task asks for ' .. g.sampling)
+  if E.sampling[i] ~= g.sampling then
+    return refused('sampling', E.sampling[i], 'the task asks for ' .. g.sampling)
   end
 end
 
@@ -158,37 +164,38 @@ local function drop_partial(g, index)
   end
 end
 
-local function staged(entry) return P .. 'staged:' .. ARGV[4] .. ':' .. entry.payload end
+local function payload_name(i) return ARGV[4] .. ':' .. E.payload[i] end
+local function payload_size(i) return tonumber(ARGV[5 + E.payload[i]]) end
 
 -- Samples of one group that were accepted, to be one entry of the stream.
-local function store(g, entries)
+local function store(g, run)
   local fields, names = {}, {}
-  for _, entry in ipairs(entries) do
-    local key = payload_key(g, entry.index)
-    call('RENAME', staged(entry), key)
-    fields[#fields + 1], fields[#fields + 2] = entry.index, key
-    names[#names + 1], names[#names + 2] = entry.trajectory_id, g.id
+  for _, i in ipairs(run) do
+    local index = E.index[i]
+    fields[#fields + 1], fields[#fields + 2] = index, payload_key(payload_name(i))
+    names[#names + 1], names[#names + 2] = E.trajectory_id[i], g.id
   end
   local stream_id = call('XADD', STREAM, '*', unpack(fields))
   call('HSET', P .. 'task_of', unpack(names))
-  for _, entry in ipairs(entries) do g.slots[tostring(entry.index)][1] = stream_id end
+  for _, i in ipairs(run) do g.slots[tostring(E.index[i])][1] = stream_id end
   save(g)
 end
 
-local function accept(g, entry)
-  local size = entry.size
-  g.slots[tostring(entry.index)] = {'', entry.trajectory_id}
+local function accept(g, i)
+  local index, tokens, score = E.index[i], E.tokens[i], E.score[i]
+  local oldest, newest, size = E.oldest[i], E.newest[i], payload_size(i)
+  g.slots[tostring(index)] = {'', E.trajectory_id[i], payload_name(i)}
   add_bytes(size)
-  drop_partial(g, entry.index)
+  drop_partial(g, index)
   count('trajectories')
-  count('tokens', entry.tokens)
-  if g.samples == 0 then g.first_score = entry.score end
-  if entry.score ~= g.first_score then g.mixed = true end
-  g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + entry.tokens, g.bytes + size
-  g.longest, g.score_sum = math.max(g.longest, entry.tokens), g.score_sum + entry.score
-  if entry.oldest then
-    g.oldest = math.min(g.oldest or entry.oldest, entry.oldest)
-    g.newest = math.max(g.newest or entry.newest, entry.newest)
+  count('tokens', tokens)
+  if g.samples == 0 then g.first_score = score end
+  if score ~= g.first_score then g.mixed = true end
+  g.samples, g.tokens, g.bytes = g.samples + 1, g.tokens + tokens, g.bytes + size
+  g.longest, g.score_sum = math.max(g.longest, tokens), g.score_sum + score
+  if oldest then
+    g.oldest = math.min(g.oldest or oldest, oldest)
+    g.newest = math.max(g.newest or newest, newest)
   end
 end
 
@@ -197,9 +204,9 @@ local function complete(g)
     and (g.state == 'running' or g.lane == 'eval' or outstanding() < capacity())
 end
 
-local function takes(g, entry)
+local function takes(g, i)
   return g and (g.state == 'waiting' or g.state == 'running')
-    and not g.slots[tostring(entry.index)]
+    and not g.slots[tostring(E.index[i])]
 end
 
 -- A new group, which waits; nil when the run knows the task.
@@ -316,56 +323,45 @@ return reply({
   end,
 
   Push = function()
-    local size, keys = 0, {}
-    for i, entry in ipairs(args.entries) do
-      keys[i] = staged(entry)
-      entry.size = call('STRLEN', keys[i])
-      size = size + entry.size
-    end
-    -- What is accepted has another name by then.
-    local function unstaged(result)
-      if #keys > 0 then call('UNLINK', unpack(keys)) end
+    local number = #(E.task_id or {})
+    local function nothing(result)
+      for i = 1, number do dropped_keys[i] = payload_key(payload_name(i)) end
       return result
     end
+    local size = 0
+    for i = 1, number do size = size + payload_size(i) end
     if L.bytes + size > S.max_bytes and trainable() >= S.batch_groups then
-      return unstaged({full = true})
+      return nothing({full = true})
     end
-    for _, entry in ipairs(args.patient and args.entries or {}) do
-      if (entry.newest or 0) > L.published then return unstaged({ahead = true}) end
+    for i = 1, args.patient and number or 0 do
+      if (E.newest[i] or 0) > L.published then return nothing({ahead = true}) end
     end
     tick()
     local accepted, duplicates, refusals = {}, {}, {}
-    local run, leased_task, lease_id = {}, nil, nil
-    for i, entry in ipairs(args.entries) do
-      local g = group(entry.task_id)
-      if entry.lease_id ~= lease_id then
-        lease_id = entry.lease_id
-        leased_task = call('HGET', P .. 'leases', lease_id)
-      end
-      local wrong = fault(entry, g, leased_task)
-      local taken = not wrong and takes(g, entry)
+    local run = {}
+    for i = 1, number do
+      local task_id = E.task_id[i]
+      local g = group(task_id)
+      local wrong = fault(i, g)
+      local taken = not wrong and takes(g, i)
       if taken then
-        accepted[#accepted + 1] = entry.trajectory_id
-        accept(g, entry)
-        run[#run + 1] = entry
+        accepted[#accepted + 1] = E.trajectory_id[i]
+        accept(g, i)
+        run[#run + 1] = i
+      else
+        dropped_keys[#dropped_keys + 1] = payload_key(payload_name(i))
       end
       -- A run of one group's samples is stored together, before anything else happens to it.
-      local following = args.entries[i + 1]
-      if #run > 0 and (not taken or not following or following.task_id ~= entry.task_id
-        or complete(g)) then
-        store(group(run[1].task_id), run)
+      if #run > 0 and (not taken or E.task_id[i + 1] ~= task_id or complete(g)) then
+        store(group(E.task_id[run[1]]), run)
         run = {}
       end
-      if taken and complete(g) then
-        finish(g)
-        lease_id = nil
-      end
+      if taken and complete(g) then finish(g) end
       if wrong then
         refusals[#refusals + 1] = wrong
-        refuse(entry.lease_id, wrong)
-        lease_id = nil
+        refuse(E.lease_id[i], wrong)
       elseif not taken then
-        duplicates[#duplicates + 1] = entry.trajectory_id
+        duplicates[#duplicates + 1] = E.trajectory_id[i]
         count('duplicates')
       end
     end
@@ -373,7 +369,7 @@ return reply({
       refusals[#refusals + 1] = door.refused
       refuse(door.lease_id, door.refused)
     end
-    return unstaged({accepted = accepted, duplicates = duplicates, refused = refusals})
+    return {accepted = accepted, duplicates = duplicates, refused = refusals}
   end,
 
   GiveBack = function()

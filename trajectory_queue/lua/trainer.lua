@@ -3,13 +3,13 @@
 local function batch_of(lane, trainer_id)
   local name = lane .. ':' .. trainer_id
   local record = call('HGET', P .. 'batches', name)
-  local batch = record and cjson.decode(record)
+  local batch = record and cmsgpack.unpack(record)
   if batch then batch.name, batch.lane, batch.trainer_id = name, lane, trainer_id end
   return batch
 end
 
 local function save_batch(batch)
-  call('HSET', P .. 'batches', batch.name, cjson.encode({
+  call('HSET', P .. 'batches', batch.name, cmsgpack.pack({
     id = batch.id, budget = batch.budget, wanted = batch.wanted, tasks = batch.tasks,
     full = batch.full, opened = batch.opened, since = batch.since, untrained = batch.untrained,
   }))
@@ -48,23 +48,34 @@ local function passes(g, budget)
   return false
 end
 
-local function claim(g, batch)
-  move(g, 'leased')
-  -- FORCE: makes an entry pending although it was never read by XREADGROUP: age decides, not the
-  -- order of arrival.
-  local command = {'XCLAIM', STREAM, READERS, batch.trainer_id, 0}
-  for _, id in ipairs(stream_ids(g)) do command[#command + 1] = id end
-  command[#command + 1] = 'FORCE'
-  command[#command + 1] = 'JUSTID'
-  call(unpack(command))
-  batch.tasks[#batch.tasks + 1] = g.id
-end
-
-local function acknowledge(g) call('XACK', STREAM, READERS, unpack(stream_ids(g))) end
-
 local function take(id, batch)
   local g = group(id)
-  if batch.lane == 'eval' or passes(g, batch.budget) then claim(g, batch) end
+  if batch.lane == 'eval' or passes(g, batch.budget) then
+    move(g, 'leased')
+    batch.tasks[#batch.tasks + 1] = id
+  end
+end
+
+-- The entries of the batch's tasks in the stream, in parts.
+local function entries_of(batch, first, act)
+  local ids = {}
+  for i = first, #batch.tasks do add_stream_ids(group(batch.tasks[i]), ids) end
+  in_parts(ids, act)
+end
+
+-- FORCE: makes an entry pending although it was never read by XREADGROUP: age decides, not the
+-- order of arrival.
+local function claim(batch, first)
+  entries_of(batch, first, function(...)
+    local command = {'XCLAIM', STREAM, READERS, batch.trainer_id, 0, ...}
+    command[#command + 1] = 'FORCE'
+    command[#command + 1] = 'JUSTID'
+    call(unpack(command))
+  end)
+end
+
+local function acknowledge(batch)
+  entries_of(batch, 1, function(...) call('XACK', STREAM, READERS, ...) end)
 end
 
 -- Running groups that fit the budget now and would be dropped after this batch.
@@ -78,9 +89,9 @@ end
 local function fill(batch, most)
   if #args.task_ids == 0 then
     while #batch.tasks < most do
-      local id = call('ZRANGE', P .. 'queued:' .. batch.lane, 0, 0)[1]
-      if not id then break end
-      take(id, batch)
+      local oldest = call('ZRANGE', P .. 'queued:' .. batch.lane, 0, most - #batch.tasks - 1)
+      if #oldest == 0 then break end
+      for _, id in ipairs(oldest) do take(id, batch) end
     end
     return
   end
@@ -109,13 +120,9 @@ local function ended_of(batch)
 end
 
 local function release(batch)
-  add_untrained(batch.untrained.groups, batch.untrained.trajectories,
-    tonumber(batch.untrained.score_sum))
-  for _, id in ipairs(batch.tasks) do
-    local g = group(id)
-    acknowledge(g)
-    move(g, 'queued')
-  end
+  add_untrained(batch.untrained.groups, batch.untrained.trajectories, batch.untrained.score_sum)
+  acknowledge(batch)
+  for _, id in ipairs(batch.tasks) do move(group(id), 'queued') end
   call('HDEL', P .. 'batches', batch.name)
 end
 
@@ -140,16 +147,17 @@ return reply({
     local batch = batch_of(args.lane, args.trainer_id) or {
       name = args.lane .. ':' .. args.trainer_id, lane = args.lane, trainer_id = args.trainer_id,
       id = args.batch_id, budget = L.budget, opened = now, tasks = {}, full = false,
-      untrained = {groups = 0, trajectories = 0, score_sum = '0'},
+      untrained = {groups = 0, trajectories = 0, score_sum = 0},
     }
     batch.wanted = #args.task_ids > 0 and #args.task_ids or args.groups
-    local awaited = awaited_by(batch)
+    local awaited, had = awaited_by(batch), #batch.tasks
     fill(batch, batch.wanted - awaited)
+    claim(batch, had + 1)
     if not batch.full and #batch.tasks + ended_of(batch) >= batch.wanted then
       batch.full = true
       if args.lane == 'train' then
         batch.untrained = {groups = L.untrained_groups, trajectories = L.untrained_trajectories,
-          score_sum = string.format('%.17g', L.untrained_scores)}
+          score_sum = L.untrained_scores}
         set('untrained_groups', 0)
         set('untrained_trajectories', 0)
         set('untrained_scores', 0)
@@ -175,7 +183,7 @@ return reply({
     for i, id in ipairs(args.task_ids) do
       local g = group(id)
       for j, slot in ipairs(g and sorted_slots(g) or {}) do
-        payloads[i].trajectories[j] = read(payload_key(g, slot.index))
+        payloads[i].trajectories[j] = read(payload_key(slot.payload))
       end
     end
     return {payloads = payloads}
@@ -203,10 +211,10 @@ return reply({
       count('tokens_masked', args.tokens_masked)
       if args.metrics ~= '' then set('step_metrics', args.metrics) end
     end
+    acknowledge(batch)
     for _, id in ipairs(batch.tasks) do
       local g = group(id)
       g.committed_at = L.version
-      acknowledge(g)
       move(g, 'committed')
       if batch.lane == 'train' then count_lengths('trained', g) end
     end
@@ -235,8 +243,8 @@ return reply({
         local g = group(id)
         drop_payloads(g)
         forget(g)
-        call('ZREM', committed, id)
       end
+      in_parts(covered, function(...) call('ZREM', committed, ...) end)
       freed = freed + #covered
     end
     if freed > 0 then wake.tasks = true end
