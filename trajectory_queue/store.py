@@ -8,6 +8,7 @@ changes wakes the waiters of all, the own at once and the others' within `_POLL_
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -62,8 +63,7 @@ class RedisStore:
         self._client = client
         self._prefix = f"leeway:{{{run_id}}}:"
         self._clock = clock
-        self._scripts = {name: _source(name) for name in ("rollout", "trainer", "operator")}
-        self._shas: dict[str, str] = {}
+        self._scripts = {name: _Script(name) for name in ("rollout", "trainer", "operator")}
         self.signals = Signals()
 
     async def apply(self, command: Command[R]) -> R:
@@ -77,7 +77,7 @@ class RedisStore:
             payloads = {f"{self._prefix}payload:{push}:{n}": b for n, b in enumerate(blobs)}
         else:
             words += blobs
-        script = _SCRIPT_OF.get(type(command), "operator")
+        script = self._scripts[_SCRIPT_OF.get(type(command), "operator")]
         for _ in range(_READ_ATTEMPTS):
             async with _translated():
                 reply = await self._evaluate(script, words, payloads)
@@ -93,13 +93,11 @@ class RedisStore:
         raise InfrastructureError("what was to be read left the queue again and again")
 
     async def _evaluate(
-        self, script: str, words: list[str | bytes], payloads: dict[str, bytes]
+        self, script: _Script, words: list[str | bytes], payloads: dict[str, bytes]
     ) -> Any:
         """The script's reply; `payloads`, by key, are set in the same transaction."""
+        call: list[Any] = [script.sha, 1, self._prefix, *words]
         for _ in range(2):
-            if script not in self._shas:
-                self._shas[script] = await self._client.script_load(self._scripts[script])
-            call: list[Any] = [self._shas[script], 1, self._prefix, *words]
             try:
                 if not payloads:
                     return await self._client.evalsha(*call)
@@ -112,8 +110,8 @@ class RedisStore:
                     await self._client.unlink(*payloads)
                 if not isinstance(error, NoScriptError):
                     raise
-                # The server restarted, or somebody flushed its scripts.
-                del self._shas[script]
+                # The server is new, restarted, or somebody flushed its scripts.
+                await self._client.script_load(script.source)
         raise InfrastructureError("redis forgets scripts as soon as they are loaded")
 
     async def watch(self, stop: asyncio.Event) -> None:
@@ -235,8 +233,12 @@ async def _answering(store: RedisStore, patience: float) -> None:
             await asyncio.sleep(0.1)
 
 
-def _source(name: str) -> str:
-    folder = resources.files("trajectory_queue") / "lua"
-    text = (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
-    # Comments cost parsing on every load, and nobody reads them there.
-    return re.sub(r"(?m)^\s*--.*\n", "", text)
+class _Script:
+    """The commands of one file of lua/, with what they share, and the digest to call them by."""
+
+    def __init__(self, name: str) -> None:
+        folder = resources.files("trajectory_queue") / "lua"
+        text = (folder / "common.lua").read_text() + (folder / f"{name}.lua").read_text()
+        # Comments cost parsing on every load, and nobody reads them there.
+        self.source = re.sub(r"(?m)^\s*--.*\n", "", text)
+        self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()

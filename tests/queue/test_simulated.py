@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from leeway.config import (
     StalenessConfig,
     TrainerConfig,
 )
+from leeway.errors import WireError
+from leeway.trajectory import Trajectory
 from tests.queue.cases import configuration, group_of, serving
-from trajectory_queue.client import OperatorQueue, RolloutQueue, TrainerQueue
+from trajectory_queue.client import OperatorQueue, PushResult, RolloutQueue, TrainerQueue
 from trajectory_queue.simulated import Learned, Speed, make_task, run_fleet, run_trainer
 
 BATCH = 16
@@ -63,6 +66,27 @@ async def test_every_task_ends_once_and_none_is_over_the_budget(
     assert sum(groups.values()) == status.enqueued == 320
     assert sum(groups[s] for s in ("waiting", "running", "queued", "leased")) == 0
     assert status.payload_bytes == 0
+
+
+class _Misunderstood(RolloutQueue):
+    """A node's client whose pushes the queue refuses for good, as a service with a fault would."""
+
+    async def push(self, lease_id: str, trajectories: Sequence[Trajectory]) -> PushResult:
+        raise WireError("push trajectories to the queue: unknown")
+
+
+async def test_a_node_that_the_queue_refuses_ends_and_keeps_no_lease(tmp_path: Path) -> None:
+    """It would extend, for ever, a lease that it works on no longer."""
+    config = simulated(tmp_path, OverBudget.MASK)
+    async with serving(config) as address, rpc.connect(address, config.security) as channel:
+        dialled = config.model_copy(update={"queue": QueueConfig(address=address)})
+        trainer = TrainerQueue(channel, "trainer")
+        await trainer.resume(0)
+        await trainer.enqueue([make_task(number, config) for number in range(2)])
+        async with asyncio.timeout(60):
+            with pytest.raises(ExceptionGroup) as raised:
+                await run_fleet(dialled, 1, "node", Speed(), asyncio.Event(), dial=_Misunderstood)
+        assert raised.group_contains(WireError)
 
 
 async def test_a_streamed_trajectory_does_not_wait_for_its_siblings(tmp_path: Path) -> None:

@@ -124,6 +124,17 @@ async def test_scripts_that_were_flushed_are_loaded_again(redis: RedisBackend) -
     assert len((await queue.lease()).leases) == 1
 
 
+async def test_calls_that_find_the_scripts_gone_all_at_once_are_answered(
+    redis: RedisBackend,
+) -> None:
+    """As after a restart of the server, under load."""
+    queue = Driver(redis)
+    await queue.start(tasks=32)
+    for _ in range(5):
+        await redis.client.script_flush()
+        await asyncio.gather(*(queue.lease(1) for _ in range(16)))
+
+
 async def test_a_killed_redis_comes_back_with_everything_it_acknowledged(tmp_path: Path) -> None:
     before: c.Report | None = None
     with embedded(BINARY, tmp_path) as url:

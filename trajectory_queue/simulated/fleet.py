@@ -84,21 +84,26 @@ class Node:
         self._decoding = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Works until `stop` is set or the run is finished; gives back what it holds."""
-        leasing = asyncio.create_task(self._lease())
-        beating = asyncio.create_task(self._beat())
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({leasing, beating, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (leasing, beating, stopping):
-                task.cancel()
-            await self._drain()
-        for task in (leasing, beating):
-            if task.done() and not task.cancelled():
-                task.result()
+        """Works until `stop` is set or the run is finished; gives back what it holds.
 
-    async def _lease(self) -> None:
+        Raises what the queue refuses for good: a lease that nobody works on must not be kept.
+        """
+        async with asyncio.TaskGroup() as rollouts:
+            leasing = asyncio.create_task(self._lease(rollouts))
+            beating = asyncio.create_task(self._beat())
+            stopping = asyncio.create_task(stop.wait())
+            working = {leasing, beating, stopping}
+            try:
+                await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in working:
+                    task.cancel()
+                await self._drain()
+            for task in (leasing, beating):
+                if task.done() and not task.cancelled():
+                    task.result()
+
+    async def _lease(self, rollouts: asyncio.TaskGroup) -> None:
         while True:
             unfinished = sum(len(held.open) for held in self._held.values())
             room = (self._concurrency - unfinished) // self._size
@@ -120,7 +125,7 @@ class Node:
                 return
             for lease in leased.leases:
                 held = self._held[lease.lease_id] = _Held(lease)
-                self._running[lease.lease_id] = asyncio.create_task(self._roll_out(held))
+                self._running[lease.lease_id] = rollouts.create_task(self._roll_out(held))
             if leased.needs_version is not None:
                 await asyncio.sleep(_POLICY_POLL_SECONDS)
 
@@ -133,7 +138,9 @@ class Node:
         except* InfrastructureError as group:
             log.warning("lease abandoned", node=self._node_id, reason=str(group.exceptions[0]))
         except* _SampleFailed:
-            await self._queue.fail(lease.lease_id, FailureKind.REWARD, "simulated failure")
+            # A queue that stays away lets the lease expire.
+            with suppress(InfrastructureError):
+                await self._queue.fail(lease.lease_id, FailureKind.REWARD, "simulated failure")
         finally:
             self._running.pop(lease.lease_id, None)
             self._room.set()
