@@ -9,7 +9,8 @@ and late calls. Then the faults stop, the sampler ends, and the run has to finis
 
 The last line is JSON: `faults`, `lost` (tasks that did not end, or whose end queue and trainer do
 not agree on), `twice` (tasks in more than one step of the final weights), `over_budget`
-(trajectories trained with a token over the budget), `corrupt`, `conserved`, `finished`.
+(trajectories trained with a token over the budget), `corrupt`, `crashes` (processes that ended by
+themselves), `conserved`, `finished`.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Process:
     def __init__(self, name: str, command: Sequence[str | Path], log: Path) -> None:
         self.name, self._command, self._log = name, command, log
         self.stopped_until = 0.0
+        self.crashes = 0
         self.start()
 
     def start(self) -> None:
@@ -142,6 +144,7 @@ class Process:
             self.stopped_until = 0.0
             self.signal(signal.SIGCONT)
         if self.process.poll() not in (None, 0):
+            self.crashes += self.process.returncode > 0  # No signal ended it.
             self.start()
 
     def end(self) -> None:
@@ -284,6 +287,7 @@ class Chaos:
             "twice": sum(trained.values()) - len(trained),
             "over_budget": learned.over_budget,
             "corrupt": learned.corrupt,
+            "crashes": sum(process.crashes for process in self._all),
             "conserved": sum(groups.values()) == status.enqueued and status.payload_bytes == 0,
             "tasks": status.enqueued,
             "steps": len(learned.steps),
@@ -402,6 +406,7 @@ async def main(faults: int, seed: int, mean_pause: float) -> int:
                 shutil.copytree(name, os.environ["CHAOS_LOGS"], ignore=shutil.ignore_patterns("s"))
     finish(seed, faults=sum(chaos.injected.values()), finished=finished, **verdict)
     bad = verdict["lost"] + verdict["twice"] + verdict["over_budget"] + verdict["corrupt"]
+    bad += verdict["crashes"]
     return 0 if finished and verdict["conserved"] and not bad else 1
 
 

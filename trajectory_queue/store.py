@@ -199,13 +199,12 @@ async def open_store(
 
     Raises:
         ConfigError: the server evicts, does not persist, or is too old.
-        InfrastructureError: it did not answer within `patience` seconds.
+        InfrastructureError: it did not answer, or was full, for `patience` seconds.
     """
     client = connect(url)
     store = RedisStore(client, settings.run_id, clock)
     try:
-        await _answering(store, patience)
-        await store.apply(c.Configure(settings))
+        await _configured(store, settings, patience)
         stop = asyncio.Event()
         watching = asyncio.create_task(store.watch(stop))
         try:
@@ -217,18 +216,19 @@ async def open_store(
         await client.aclose()
 
 
-async def _answering(store: RedisStore, patience: float) -> None:
-    """Waits until the server answers: one that loads its append-only file does not at once."""
+async def _configured(store: RedisStore, settings: c.Settings, patience: float) -> None:
+    """Waits for a server that still loads its append-only file, or has no room."""
     loop = asyncio.get_running_loop()
     end = loop.time() + patience
     while True:
         try:
             await store.verify()
+            await store.apply(c.Configure(settings))
             return
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, OSError, TimeoutError, InfrastructureError) as error:
             if loop.time() >= end:
                 raise InfrastructureError(
-                    f"redis did not answer within {patience:g} s: {error}"
+                    f"redis was not ready within {patience:g} s: {error}"
                 ) from error
             await asyncio.sleep(0.1)
 

@@ -21,5 +21,6 @@ def test_random_faults_lose_nothing_and_train_nothing_twice() -> None:
     assert run.returncode == 0, verdict
     assert verdict["faults"] == 20
     assert verdict["lost"] == verdict["twice"] == verdict["over_budget"] == 0
+    assert verdict["crashes"] == 0
     assert verdict["conserved"]
     assert verdict["finished"]

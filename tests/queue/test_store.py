@@ -29,7 +29,7 @@ from tests.waiting import children
 from trajectory_queue import commands as c
 from trajectory_queue.client import RolloutQueue, TrainerQueue
 from trajectory_queue.embedded import embedded
-from trajectory_queue.store import open_store
+from trajectory_queue.store import connect, open_store
 
 BINARY = servers()["valkey"]
 
@@ -155,6 +155,24 @@ async def test_a_killed_redis_comes_back_with_everything_it_acknowledged(tmp_pat
             assert (after.counters, after.payload_bytes) == (before.counters, before.payload_bytes)
             restored = await store.apply(c.Resume("trainer", 0, 0))
             assert restored.restored == 2
+
+
+async def test_a_store_is_opened_once_a_full_redis_has_room(tmp_path: Path) -> None:
+    with embedded(BINARY, tmp_path) as url:
+        async with connect(url) as client:
+            await client.config_set("maxmemory", "1")
+            opening = asyncio.create_task(opened(url))
+            async with asyncio.timeout(20):
+                while "errorstat_OOM" not in await client.info("errorstats"):
+                    await asyncio.sleep(0.02)
+            assert not opening.done()
+            await client.config_set("maxmemory", "0")
+            assert (await opening).enqueued == 0
+
+
+async def opened(url: str) -> c.Report:
+    async with open_store(url, settings()) as store:
+        return await store.apply(c.Status())
 
 
 @pytest.mark.slow
