@@ -15,7 +15,7 @@
 --          known             set: every task id of the run
 --          leases            hash: lease id -> task id
 --          task_of           hash: trajectory id -> task id
---          group:<task>      hash: `record` (MessagePack, see `NEW_GROUP`), `task` (bytes)
+--          group:<task>      hash: `record` (MessagePack, see `new_group`), `task` (bytes)
 --          partials:<task>   hash: index -> bytes
 --          payload:<push>:<number>  bytes of an accepted trajectory
 --          trajectories      stream of their keys, as fields index -> key; consumer group
@@ -141,8 +141,8 @@ end
 
 local groups = {}
 
--- slots: index (as text) -> {stream id, trajectory id, name of the payload}. oldest, newest, mask_below and first_score
--- may be missing; index and score say where the group stands, so that `flush` knows what to move.
+-- slots: index (as text) -> {stream id, trajectory id, name of the payload}. oldest, newest,
+-- mask_below and first_score may be missing.
 local function new_group(task)
   local g = {
     lane = task.lane, state = 'waiting', sequence = task.sequence, size = task.size,
@@ -220,6 +220,7 @@ local function add_stream_ids(g, ids)
   end
 end
 
+-- Ids of the stream, and keys, that the command lets go of.
 local dropped_entries, dropped_keys = {}, {}
 local function drop_payloads(g)
   local names = {}
