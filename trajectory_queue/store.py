@@ -20,7 +20,16 @@ import redis.asyncio as redis
 import structlog
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import (
+    ClusterDownError,
+    MasterDownError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from leeway.errors import ConfigError, DataError, FencedError, InfrastructureError
 from trajectory_queue import codec
@@ -46,6 +55,12 @@ _CALL_SECONDS = 5.0
 _READ_BYTES = 1 << 20
 # How soon a waiter learns what another service changed.
 _POLL_SECONDS = 0.1
+# With these a server says that it does not write for now: it fails over, or its disk is full. A few
+# of them redis-py knows as classes; a script puts its own place before the word.
+_NOT_NOW = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
+_NOT_NOW_WORDS = re.compile(
+    r"\b(READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|LOADING|BUSY)\b"
+)
 # A group may be gone between its script and the reading of its payloads; the script then says so.
 _READ_ATTEMPTS = 3
 
@@ -79,7 +94,7 @@ class RedisStore:
             words += blobs
         script = self._scripts[_SCRIPT_OF.get(type(command), "operator")]
         for _ in range(_READ_ATTEMPTS):
-            async with _translated():
+            async with self._translated():
                 reply = await self._evaluate(script, words, payloads)
                 tree = codec.unpack(reply[0])
                 read = await self._client.mget(tree["read"]) if tree.get("read") else []
@@ -105,14 +120,30 @@ class RedisStore:
                     transaction.mset(payloads)
                     transaction.evalsha(*call)
                     return (await transaction.execute())[1]
-            except ResponseError as error:
-                if payloads:
-                    await self._client.unlink(*payloads)
-                if not isinstance(error, NoScriptError):
-                    raise
+            except NoScriptError:
                 # The server is new, restarted, or somebody flushed its scripts.
                 await self._client.script_load(script.source)
         raise InfrastructureError("redis forgets scripts as soon as they are loaded")
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """What the enclosed calls to the server raise, as the queue's own errors."""
+        try:
+            yield
+        except OutOfMemoryError as error:
+            raise StoreFullError(
+                f"redis is out of memory: {error}; raise its maxmemory or lower queue.max_bytes"
+            ) from error
+        except ResponseError as error:
+            if "OOM" in str(error):
+                raise StoreFullError(f"redis is out of memory: {error}") from error
+            if isinstance(error, _NOT_NOW) or _NOT_NOW_WORDS.search(str(error)):
+                # After a failover its address stands for another server.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+                raise InfrastructureError(f"redis does not write for now: {error}") from error
+            raise
+        except (RedisError, OSError, TimeoutError) as error:
+            raise InfrastructureError(f"redis is away: {error}") from error
 
     async def watch(self, stop: asyncio.Event) -> None:
         """Wakes this service's waiters when another service changed something, until `stop`."""
@@ -155,23 +186,6 @@ class RedisStore:
             raise ConfigError(
                 "redis appendonly = no: a restart would lose the queue; set `appendonly yes`"
             )
-
-
-@asynccontextmanager
-async def _translated() -> AsyncIterator[None]:
-    """What the enclosed calls to the server raise, as the queue's own errors."""
-    try:
-        yield
-    except OutOfMemoryError as error:
-        raise StoreFullError(
-            f"redis is out of memory: {error}; raise its maxmemory or lower queue.max_bytes"
-        ) from error
-    except ResponseError as error:
-        if "OOM" in str(error):
-            raise StoreFullError(f"redis is out of memory: {error}") from error
-        raise
-    except (RedisError, OSError, TimeoutError) as error:
-        raise InfrastructureError(f"redis is away: {error}") from error
 
 
 def connect(url: str) -> redis.Redis:

@@ -6,11 +6,12 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from redis.asyncio import Redis
 
 from leeway import rpc
 from leeway.config import QueueConfig
@@ -121,7 +122,10 @@ async def test_scripts_that_were_flushed_are_loaded_again(redis: RedisBackend) -
     queue = Driver(redis)
     await queue.start(tasks=1)
     await redis.client.script_flush()
-    assert len((await queue.lease()).leases) == 1
+    (lease,) = (await queue.lease()).leases
+    await redis.client.script_flush()
+    await queue.complete(lease)
+    await redis.check_payloads()
 
 
 async def test_calls_that_find_the_scripts_gone_all_at_once_are_answered(
@@ -173,6 +177,66 @@ async def test_a_store_is_opened_once_a_full_redis_has_room(tmp_path: Path) -> N
 async def opened(url: str) -> c.Report:
     async with open_store(url, settings()) as store:
         return await store.apply(c.Status())
+
+
+async def without_replicas(client: Redis, _directory: Path, bad: bool) -> None:
+    await client.config_set("min-replicas-to-write", int(bad))
+
+
+async def failing_over(client: Redis, _directory: Path, bad: bool) -> None:
+    await client.replicaof(*(("127.0.0.1", "1") if bad else ("NO", "ONE")))
+
+
+async def with_a_full_disk(client: Redis, directory: Path, bad: bool) -> None:
+    """A snapshot fails, as on a full disk: its name is taken by a folder."""
+    taken = directory / "dump.rdb"
+    if bad:
+        taken.mkdir()
+        await client.config_set("save", "3600 1")
+    else:
+        taken.rmdir()
+    await client.bgsave()
+    async with asyncio.timeout(20):
+        while (await client.info())["rdb_last_bgsave_status"] != ("err" if bad else "ok"):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("word", "trouble"),
+    [
+        ("NOREPLICAS", without_replicas),
+        ("READONLY", failing_over),
+        ("MISCONF", with_a_full_disk),
+    ],
+)
+async def test_a_redis_that_does_not_write_for_now_is_waited_for(
+    tmp_path: Path, word: str, trouble: Callable[[Redis, Path, bool], Awaitable[None]]
+) -> None:
+    with embedded(BINARY, tmp_path / "redis") as url:
+        config = configuration(tmp_path, queue=QueueConfig(redis_url=url, lease_seconds=120))
+        async with (
+            serving(config) as address,
+            rpc.connect(address, config.security) as channel,
+            connect(url) as client,
+        ):
+            trainer, node = TrainerQueue(channel, "trainer"), RolloutQueue(channel, "node")
+            await trainer.resume(0)
+            await trainer.enqueue([task(0)])
+            (lease,) = (
+                await node.lease_tasks(
+                    version=0, max_groups=1, wait_seconds=1, request_id="request"
+                )
+            ).leases
+            await trouble(client, tmp_path / "redis", True)
+            before = (await client.info("stats"))["total_connections_received"]
+            pushing = asyncio.create_task(node.push(lease.lease_id, group_of(lease.task)))
+            async with asyncio.timeout(20):
+                while f"errorstat_{word}" not in await client.info("errorstats"):
+                    await asyncio.sleep(0.02)
+            await trouble(client, tmp_path / "redis", False)
+            assert len((await pushing).accepted) == 2
+            after = (await client.info("stats"))["total_connections_received"]
+            assert after > before  # To whatever server the address stands for now.
 
 
 @pytest.mark.slow
