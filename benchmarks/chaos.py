@@ -4,8 +4,9 @@
 
 Real processes: Redis with its append-only file, two queue services on it, fleets of nodes, a
 trainer; every client goes through a proxy that can cut, swallow and delay. Faults come at random:
-kill -9 and SIGSTOP of any of them, the network, Redis out of memory, a clock that jumps, repeated
-and late calls. Then the faults stop, the sampler ends, and the run has to finish by itself.
+kill -9 and SIGSTOP of any of them, the network, Redis out of memory or read-only, a clock that
+jumps, repeated and late calls. Then the faults stop, the sampler ends, and the run has to finish by
+itself.
 
 The last line is JSON: `faults`, `lost` (tasks that did not end, or whose end queue and trainer do
 not agree on), `twice` (tasks in more than one step of the final weights), `over_budget`
@@ -50,6 +51,9 @@ from trajectory_queue.simulated import Learned, Speed, run_fleet, run_trainer
 FLEETS, NODES_A_FLEET, SERVICES = 3, 8, 2
 STEP_SECONDS = 0.1
 SPEED = Speed(tokens_per_second=60.0, failure_share=0.01)
+_FULL, _NOT_FULL = ("CONFIG", "SET", "maxmemory", "1mb"), ("CONFIG", "SET", "maxmemory", "0")
+# As in a failover; nobody is at that address.
+_REPLICA, _PRIMARY = ("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE")
 # Longest the run may take to finish once the faults have stopped.
 FINISH_SECONDS = 180.0
 
@@ -248,7 +252,8 @@ class Chaos:
             ("cut", lambda: self._any(self._proxies).cut()),
             ("swallow", lambda: self._for_a_while("swallow", True, False)),
             ("delay", lambda: self._for_a_while("delay", 0.2, 0.0)),
-            ("redis full", self._fill),
+            ("redis full", lambda: self._ail(_FULL, _NOT_FULL)),
+            ("redis read-only", lambda: self._ail(_REPLICA, _PRIMARY)),
             ("clock", self._jump),
             ("repeat", lambda: self._any(self._fleets).signal(signal.SIGUSR1)),
         ]
@@ -344,19 +349,20 @@ class Chaos:
 
         self._after(self._random.uniform(0.5, 4.0), mend)
 
-    def _fill(self) -> None:
-        self._set_memory("1mb")
-        self._after(self._random.uniform(0.5, 3.0), self._relieve)
+    def _ail(self, command: tuple[str, ...], cure: tuple[str, ...]) -> None:
+        """Redis serves nobody's writes for a while."""
+        self._tell_redis(command)
+        self._after(self._random.uniform(0.5, 3.0), lambda: self._cure(cure))
 
-    def _relieve(self) -> None:
-        """Where Redis is away, again in a while: nobody else gives its memory back."""
-        if not self._set_memory("0"):
-            self._after(0.5, self._relieve)
+    def _cure(self, cure: tuple[str, ...]) -> None:
+        """Where Redis is away, again in a while: nobody else does."""
+        if not self._tell_redis(cure):
+            self._after(0.5, lambda: self._cure(cure))
 
-    def _set_memory(self, limit: str) -> bool:
+    def _tell_redis(self, command: tuple[str, ...]) -> bool:
         try:
             with redis.Redis.from_url(self._redis_url, socket_timeout=0.5) as client:
-                client.config_set("maxmemory", limit)
+                client.execute_command(*command)
         except redis.RedisError:
             return False
         return True
