@@ -245,6 +245,7 @@ class Chaos:
         kinds: list[tuple[str, Callable[[], None]]] = [
             ("kill fleet", lambda: self._any(self._fleets).signal(signal.SIGKILL)),
             ("drain fleet", lambda: self._any(self._fleets).signal(signal.SIGTERM)),
+            ("drain service", lambda: self._any(self._services).signal(signal.SIGTERM)),
             ("kill service", lambda: self._any(self._services).signal(signal.SIGKILL)),
             ("kill redis", lambda: self._redis.signal(signal.SIGKILL)),
             ("kill trainer", lambda: self._trainer.signal(signal.SIGKILL)),
@@ -315,8 +316,9 @@ class Chaos:
         end = time.monotonic() + seconds
         while True:
             for process in self._all:
-                # A fleet that was drained on purpose is started again too.
-                if process in self._fleets and process.done and not self._trainer.done:
+                # What was drained on purpose is started again too.
+                drained = process is not self._trainer and process.done
+                if drained and not self._trainer.done:
                     process.start()
                 process.tend()
             due = [action for at, action in self._later if at <= time.monotonic()]

@@ -53,6 +53,14 @@ _SPREAD: tuple[tuple[str, int | str], ...] = (
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.dns_min_time_between_resolutions_ms", int(_LONGEST_PAUSE * 1000)),
 )
+# The peer is away. The last two no server of ours says: something between us, a load balancer that
+# restarts for one, has reset the stream or damaged it.
+_AWAY = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.CANCELLED,
+)
 # Names the seconds after which a refused caller may try again. RESOURCE_EXHAUSTED without it comes
 # from gRPC, for a message that is too large, and would come again.
 RETRY_AFTER = "leeway-retry-after"
@@ -137,8 +145,7 @@ def translate(error: grpc.aio.AioRpcError, what: str) -> LeewayError:
     message = f"{what}: {error.details()}"
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return FencedError(message)
-    away = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-    if error.code() in away or _retry_after(error) is not None:
+    if error.code() in _AWAY or _retry_after(error) is not None:
         return InfrastructureError(message)
     return WireError(f"{what}: {error.code().name.lower()}: {error.details()}")
 
