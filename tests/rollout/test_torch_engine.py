@@ -321,17 +321,21 @@ async def test_what_does_not_fit_waits_and_the_load_says_so(
         for i, length in enumerate((2, 60, 60, 60, 60))
     ]
     async with engine_of(llama, concurrency=2, stop_tokens=NEVER_STOPS) as engine:
-        forward, steps, looked = engine._model.forward, itertools.count(), threading.Event()
+        forward, steps = engine._model.forward, itertools.count()
+        holding, looked = threading.Event(), threading.Event()
 
         def held(*arguments: Any) -> Any:
             """The first ends with the second step; the third is held."""
             if next(steps) == 2:
+                holding.set()
                 looked.wait(30)
             return forward(*arguments)
 
         monkeypatch.setattr(engine._model, "forward", held)
         answers = engine.generate(requests)
         await anext(answers)
+        # In between the others are neither waiting nor running.
+        assert await asyncio.to_thread(holding.wait, 30)
         load = await engine.load()
         assert 0 < load.waiting <= 3 and 0.0 < load.kv_use <= 1.0
         looked.set()

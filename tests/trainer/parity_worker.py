@@ -202,7 +202,7 @@ def run(
     backend = start(case, directory, world)
     critic = directory.name.endswith(VALUES)
     loss = value_loss if critic else policy_loss
-    found = {"loss": 0.0, "scores": 0.0, "gradients": 0.0, "norm": 0.0, "weights": 0.0}
+    found = dict.fromkeys(("loss", "scores", "moved", "gradients", "norm", "weights"), 0.0)
     given = loss if world.leads else None
     for step in range(2):
         batches = microbatches(step)
@@ -227,14 +227,11 @@ def run(
             found["norm"] = max(found["norm"], abs(result.grad_norm - expected.norms[step]))
             if step == 0:
                 found["gradients"] = far(own, expected.gradients[step])
-            found["scores"] = max(
-                found["scores"],
-                max(
-                    float((torch.from_numpy(values[batch.sequences == s]) - lp).abs().max())
-                    for batch, values in zip(batches, scored, strict=True)
-                    for s, lp in enumerate(expected.scores[step])
-                    if (batch.sequences == s).any()
-                ),
+            found["scores" if step == 0 else "moved"] = max(
+                float((torch.from_numpy(values[batch.sequences == s]) - lp).abs().max())
+                for batch, values in zip(batches, scored, strict=True)
+                for s, lp in enumerate(expected.scores[step])
+                if (batch.sequences == s).any()
             )
             found["weights"] = max(found["weights"], far(weights, expected.weights[step]))
     if world.leads:
