@@ -317,8 +317,7 @@ class Chaos:
         while True:
             for process in self._all:
                 # What was drained on purpose is started again too.
-                drained = process is not self._trainer and process.done
-                if drained and not self._trainer.done:
+                if process.done and not self._trainer.done:
                     process.start()
                 process.tend()
             due = [action for at, action in self._later if at <= time.monotonic()]
@@ -413,8 +412,7 @@ async def main(faults: int, seed: int, mean_pause: float) -> int:
             if os.environ.get("CHAOS_LOGS"):
                 shutil.copytree(name, os.environ["CHAOS_LOGS"], ignore=shutil.ignore_patterns("s"))
     finish(seed, faults=sum(chaos.injected.values()), finished=finished, **verdict)
-    bad = verdict["lost"] + verdict["twice"] + verdict["over_budget"] + verdict["corrupt"]
-    bad += verdict["crashes"]
+    bad = sum(verdict[name] for name in ("lost", "twice", "over_budget", "corrupt", "crashes"))
     return 0 if finished and verdict["conserved"] and not bad else 1
 
 

@@ -26,7 +26,7 @@ from tests.queue.cases import (
     settings,
     task,
 )
-from tests.waiting import children
+from tests.waiting import children, eventually
 from trajectory_queue import commands as c
 from trajectory_queue.client import RolloutQueue, TrainerQueue
 from trajectory_queue.embedded import embedded
@@ -166,12 +166,19 @@ async def test_a_store_is_opened_once_a_full_redis_has_room(tmp_path: Path) -> N
         async with connect(url) as client:
             await client.config_set("maxmemory", "1")
             opening = asyncio.create_task(opened(url))
-            async with asyncio.timeout(20):
-                while "errorstat_OOM" not in await client.info("errorstats"):
-                    await asyncio.sleep(0.02)
+            await has_refused(client, "OOM")
             assert not opening.done()
             await client.config_set("maxmemory", "0")
             assert (await opening).enqueued == 0
+
+
+async def has_refused(client: Redis, word: str) -> None:
+    """Waits until the server has answered somebody with this error."""
+
+    async def counted() -> bool:
+        return f"errorstat_{word}" in await client.info("errorstats")
+
+    await eventually(counted, f"an error {word} of the server")
 
 
 async def opened(url: str) -> c.Report:
@@ -196,9 +203,11 @@ async def with_a_full_disk(client: Redis, directory: Path, bad: bool) -> None:
     else:
         taken.rmdir()
     await client.bgsave()
-    async with asyncio.timeout(20):
-        while (await client.info())["rdb_last_bgsave_status"] != ("err" if bad else "ok"):
-            await asyncio.sleep(0.02)
+
+    async def ended() -> bool:
+        return (await client.info())["rdb_last_bgsave_status"] == ("err" if bad else "ok")
+
+    await eventually(ended, "the snapshot's end")
 
 
 @pytest.mark.parametrize(
@@ -230,9 +239,7 @@ async def test_a_redis_that_does_not_write_for_now_is_waited_for(
             await trouble(client, tmp_path / "redis", True)
             before = (await client.info("stats"))["total_connections_received"]
             pushing = asyncio.create_task(node.push(lease.lease_id, group_of(lease.task)))
-            async with asyncio.timeout(20):
-                while f"errorstat_{word}" not in await client.info("errorstats"):
-                    await asyncio.sleep(0.02)
+            await has_refused(client, word)
             await trouble(client, tmp_path / "redis", False)
             assert len((await pushing).accepted) == 2
             after = (await client.info("stats"))["total_connections_received"]

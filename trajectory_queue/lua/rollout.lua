@@ -166,6 +166,9 @@ end
 
 local function payload_name(i) return ARGV[4] .. ':' .. E.payload[i] end
 local function payload_size(i) return tonumber(ARGV[5 + E.payload[i]]) end
+local function drop_pushed(i)
+  dropped_keys[#dropped_keys + 1] = payload_key(payload_name(i))
+end
 
 -- Samples of one group that were accepted, to be one entry of the stream.
 local function store(g, run)
@@ -325,7 +328,7 @@ return reply({
   Push = function()
     local number = #(E.task_id or {})
     local function nothing(result)
-      for i = 1, number do dropped_keys[i] = payload_key(payload_name(i)) end
+      for i = 1, number do drop_pushed(i) end
       return result
     end
     local size = 0
@@ -349,7 +352,7 @@ return reply({
         accept(g, i)
         run[#run + 1] = i
       else
-        dropped_keys[#dropped_keys + 1] = payload_key(payload_name(i))
+        drop_pushed(i)
       end
       -- A run of one group's samples is stored together, before anything else happens to it.
       if #run > 0 and (not taken or E.task_id[i + 1] ~= task_id or complete(g)) then
