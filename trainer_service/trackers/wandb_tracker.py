@@ -33,3 +33,6 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+        # Which may return before W&B's process has written all of it. That process ends with ours:
+        # at once in a pod, and without W&B's own atexit hook, which a trainer's end does not run.
+        wandb.teardown()
