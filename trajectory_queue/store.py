@@ -61,6 +61,7 @@ _NOT_NOW = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError)
 _NOT_NOW_WORDS = re.compile(
     r"\b(READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOREPLICAS|MISCONF|LOADING|BUSY)\b"
 )
+_ERRORS = {"fenced": FencedError, "invalid": DataError, "config": ConfigError}
 # A group may be gone between its script and the reading of its payloads; the script then says so.
 _READ_ATTEMPTS = 3
 
@@ -99,8 +100,7 @@ class RedisStore:
                 tree = codec.unpack(reply[0])
                 read = await self._client.mget(tree["read"]) if tree.get("read") else []
             if "error" in tree:
-                kind = FencedError if tree["error"] == "fenced" else DataError
-                raise kind(tree["message"])
+                raise _ERRORS[tree["error"]](tree["message"])
             for channel in tree["wake"]:
                 self.signals.set(channel)
             if None not in read:
@@ -212,7 +212,8 @@ async def open_store(
     """A verified, configured store on the server at `url`.
 
     Raises:
-        ConfigError: the server evicts, does not persist, or is too old.
+        ConfigError: the server evicts, does not persist, or is too old; or it holds the run as
+            another release lays it out.
         InfrastructureError: it did not answer, or was full, for `patience` seconds.
     """
     client = connect(url)

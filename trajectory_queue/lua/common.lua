@@ -10,7 +10,7 @@
 -- copy them: a push sets their keys in the transaction of its script, which removes those of what
 -- it does not accept.
 --
--- Keys     meta              hash: settings, budget, clock, version, ... (see `L`)
+-- Keys     meta              hash: layout, settings, budget, clock, version, ... (see `L`)
 --          counts, counters  hashes
 --          known             set: every task id of the run
 --          leases            hash: lease id -> task id
@@ -32,6 +32,8 @@
 --
 -- What a command changes in meta, counts, counters and groups, and the payloads that it lets go of,
 -- is kept here and written once, when it has succeeded: see `reply`.
+-- The number of what is said here and in `new_group`: services with other scripts must not share a run.
+local LAYOUT = 1
 local P = KEYS[1]
 local args = cmsgpack.unpack(ARGV[3])
 local call = redis.call
@@ -131,6 +133,7 @@ end
 -- Refusals of a whole command: raised before anything is written.
 local function fenced(message) error({kind = 'fenced', message = message}) end
 local function invalid(message) error({kind = 'invalid', message = message}) end
+local function config(message) error({kind = 'config', message = message}) end
 local function fence(incarnation)
   if incarnation ~= L.incarnation then
     fenced('incarnation = ' .. incarnation .. ": the trainer's current life is " .. L.incarnation)

@@ -47,6 +47,14 @@ end
 
 return reply({
   Configure = function()
+    local layout = tonumber(call('HGET', P .. 'meta', 'layout') or 0)
+    if not L.settings then
+      set('layout', LAYOUT)
+    elseif layout ~= LAYOUT then
+      config('run.name = ' .. S.run_id .. ': redis holds it in layout ' .. layout .. ', and this '
+        .. 'release has layout ' .. LAYOUT .. '; let the release that began the run end it, or '
+        .. 'take another name')
+    end
     local settings = cjson.encode(args.settings)
     if not L.settings or S.budget ~= args.settings.budget then
       set('budget', args.settings.budget)
