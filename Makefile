@@ -55,7 +55,7 @@ kill-trainer: setup-dev ## Kill trainers 20 times at random moments; their runs 
 	LEEWAY_KILLS=20 $(BIN)/python -m pytest tests/test_killed_trainer.py
 
 chaos: setup-dev ## Train through 300 random faults of every process (a quarter of an hour)
-	$(BIN)/python benchmarks/chaos.py --faults 300
+	$(BIN)/python -m benchmarks.chaos --faults 300
 
 format: setup-dev ## Format the code and the protos
 	$(BIN)/ruff check --fix .
@@ -98,6 +98,8 @@ $(VENV)/.quickstart: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@# Benchmarks are no part of the package: with this they also run as files, `python benchmarks/queue.py`.
+	@echo '$(CURDIR)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/checkout.pth"
 	@touch $@ $(VENV)/.quickstart
 
 # Binaries for Linux; elsewhere the tests that need them say so.

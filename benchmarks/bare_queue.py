@@ -49,7 +49,8 @@ class BareQueue(queue_pb2_grpc.TrajectoryQueueServicer):
         left = request.groups
         while left:
             count = min(left, _CHUNK)
-            read = await self._redis.xreadgroup(_READERS, "one", {_STREAM: ">"}, count=count)
+            # redis-py names every form that a reply may have.
+            read: Any = await self._redis.xreadgroup(_READERS, "one", {_STREAM: ">"}, count=count)
             ((_, entries),) = read
             identifiers = [identifier for identifier, _ in entries]
             async with self._redis.pipeline(transaction=False) as pipe:

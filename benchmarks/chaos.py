@@ -35,8 +35,8 @@ from typing import Any
 import grpc
 import redis
 import yaml
-from common import finish
 
+from benchmarks.common import finish
 from leeway import config as configuration
 from leeway import rpc
 from leeway.errors import LeewayError
@@ -228,7 +228,7 @@ class Chaos:
                 folder / f"client-{number}.yaml", folder, await self._proxies[number].start()
             )
             (folder / f"skew-{number}").write_text("0")
-        this = [sys.executable, __file__, "--folder", folder]
+        this = [sys.executable, "-m", "benchmarks.chaos", "--folder", str(folder)]
         self._services = [
             self._process(f"service-{n}", *this, "--service", str(n)) for n in range(SERVICES)
         ]

@@ -33,9 +33,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common import finish
 from leeway import models
 from leeway.trajectory import Sampling
 from rollout_service.engines.base import GenerateRequest

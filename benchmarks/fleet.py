@@ -25,6 +25,7 @@ from leeway.v1 import weights_pb2_grpc as pb_grpc
 from rollout_service.engines.base import (
     ChangedElements,
     Engine,
+    EngineLoad,
     EngineStats,
     GenerateRequest,
     Generation,
@@ -43,7 +44,7 @@ PROMPT = np.arange(5, dtype=np.int32)
 def logprobs_of(weights: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
     """float32 [tensors]; depends on every bit of the weights."""
     sums = [int(weights[name].astype(np.uint64).sum()) % 997 for name in sorted(weights)]
-    return -np.array(sums, dtype=np.float32) / 100
+    return -np.array(sums, dtype=np.float32) / np.float32(100)
 
 
 class MemoryEngine:
@@ -94,6 +95,9 @@ class MemoryEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0, 0.0, 0, 0.0)
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0.0, 0, 0)
 
     async def close(self) -> None:
         return

@@ -56,7 +56,7 @@ DEVIATIONS = 2.576
 @asynccontextmanager
 async def serving(model: Path, concurrency: int) -> AsyncIterator[tuple[TorchEngine, Gateway, str]]:
     engine = TorchEngine(model, concurrency=concurrency)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     renderer = Renderer(tokenizer, engine.context_length, TOKENS)
     gateway = Gateway(engine, renderer, AnswerFormat(tokenizer), max_requests=4096)
     app = build_app(gateway, "policy", ExternalProgram(), token=None)

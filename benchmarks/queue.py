@@ -9,14 +9,10 @@ import sys
 from pathlib import Path
 
 _FOLDER = Path(__file__).resolve().parent
-_elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != _FOLDER]
-_here = [entry for entry in sys.path if entry not in _elsewhere]
 
-sys.path[:] = _elsewhere
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _FOLDER]
 if __name__ == "queue":
     del sys.modules["queue"]
     sys.modules["queue"] = importlib.import_module("queue")
-    sys.path[:] = _here + _elsewhere
 else:
-    sys.path.append(str(_FOLDER))
-    importlib.import_module("queue_costs").run()
+    importlib.import_module("benchmarks.queue_costs").run()

@@ -37,14 +37,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import psutil
 import redis
 import yaml
-from common import finish
 
+from benchmarks.common import finish
 from leeway import rpc
 from leeway.config import SecurityConfig
 from leeway.local import free_addresses
@@ -113,7 +114,7 @@ class Service:
                 }
             )
         )
-        command = [Path(sys.executable).parent / "leeway", "queue", "serve", path]
+        command: list[str | Path] = [Path(sys.executable).parent / "leeway", "queue", "serve", path]
         environment = {k: v for k, v in os.environ.items() if k != "REDIS_URL"}
         self.process = subprocess.Popen(command, env=environment)
 
@@ -216,7 +217,7 @@ class RawRedis:
             pipe.execute()
         ids: list[bytes] = []
         while len(ids) < BATCH:
-            read = self._client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
+            read: Any = self._client.xreadgroup("readers", "one", {"raw": ">"}, count=CHUNK)
             ids.extend(identifier for identifier, _ in read[0][1])
         self._client.xack("raw", "readers", *ids)
         self._client.xdel("raw", *ids)
@@ -251,7 +252,7 @@ class BareQueue:
 @contextlib.asynccontextmanager
 async def bare_queue(url: str, redis_pid: int, tokens: int) -> AsyncIterator[BareQueue]:
     (address,) = free_addresses(1)
-    command = [sys.executable, Path(__file__).with_name("bare_queue.py"), address, str(GROUP_SIZE)]
+    command = [sys.executable, "-m", "benchmarks.bare_queue", address, str(GROUP_SIZE)]
     environment = os.environ | {"REDIS_URL": url}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as service:
         assert service.stdout is not None
@@ -337,7 +338,7 @@ def peer(peers: Path | None, name: str, tokens: int) -> float | None:
     if python is None or not python.exists():
         return None
     script = Path(__file__).parent / "peers" / f"{name}_peer.py"
-    command = [python, script, str(GROUP_SIZE), str(tokens)]
+    command: list[str | Path] = [python, script, str(GROUP_SIZE), str(tokens)]
     return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 

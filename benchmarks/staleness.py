@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import finish
-from tiny_policy import ANSWER, PROMPT, Policy, lengths_of, right, scores, taught, words
 from torch import Tensor, nn
 
+from benchmarks.common import finish
+from benchmarks.tiny_policy import ANSWER, PROMPT, Policy, lengths_of, right, scores, taught, words
 from leeway.algorithm import AlgorithmConfig
 from leeway.trajectory import FinishReason, Group, Sampling, Task, Trajectory
 from leeway.versions import VersionSpan
@@ -186,7 +186,7 @@ class Run:
             self._optimizer.zero_grad()
             acting.zero_grad()
             for batch in plan.microbatches:
-                objective(batch, *scores(acting, batch, rows)).backward()
+                objective(batch, *scores(acting, batch, rows)).backward()  # type: ignore[no-untyped-call]
             if delayed:
                 for own, other in zip(self._policy.parameters(), acting.parameters(), strict=True):
                     own.grad = other.grad
@@ -277,7 +277,7 @@ def picture(runs: Runs, path: Path) -> None:
 
     figure, (by_staleness, by_time) = pyplot.subplots(ncols=2, figsize=(13, 5.5))
     rewards = table(runs)
-    colours = dict(zip(METHODS, pyplot.get_cmap("tab20").colors, strict=True))
+    colours = dict(zip(METHODS, pyplot.get_cmap("tab20")(range(len(METHODS))), strict=True))
     for method, by_eta in rewards.items():
         by_staleness.errorbar(
             [math.log2(1 + int(eta)) for eta in by_eta],
@@ -329,7 +329,14 @@ def main() -> None:
             continue
         method, eta, seed = (str(value) for value in cell)
         # A process each: what one run leaves behind cannot touch the next.
-        child = [sys.executable, __file__, "--child", "--results", str(args.results)]
+        child = [
+            sys.executable,
+            "-m",
+            "benchmarks.staleness",
+            "--child",
+            "--results",
+            str(args.results),
+        ]
         child += ["--methods", method, "--etas", eta, "--seeds", seed]
         subprocess.run([*shlex.split(args.prefix), *child], check=True)
     runs = read(args.results)

@@ -23,6 +23,33 @@ HIDDEN, LAYERS, HEADS = 64, 2, 4
 SUPERVISED_STEPS, SUPERVISED_ROWS, SUPERVISED_LR = 160, 128, 1e-3
 
 
+class Layer(nn.Module):
+    """Attention and an MLP, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.before_mlp = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.down = nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x` behind the layer, and its keys and values with those of the tokens `before`."""
+        rows, length, _ = x.shape
+        qkv = self.qkv(self.before_attention(x)).view(rows, length, 3, HEADS, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        held = torch.stack([k, v])
+        if before is not None:
+            held = torch.cat([before, held], dim=3)
+        attended = functional.scaled_dot_product_attention(
+            q, held[0], held[1], is_causal=length > 1
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, HIDDEN))
+        return x + self.down(functional.gelu(self.up(self.before_mlp(x)))), held
+
+
 class Policy(nn.Module):
     """A causal transformer over rows of equal length."""
 
@@ -30,19 +57,7 @@ class Policy(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         self.places = nn.Embedding(PROMPT + ANSWER, HIDDEN)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "before_attention": nn.LayerNorm(HIDDEN),
-                    "qkv": nn.Linear(HIDDEN, 3 * HIDDEN),
-                    "out": nn.Linear(HIDDEN, HIDDEN),
-                    "before_mlp": nn.LayerNorm(HIDDEN),
-                    "up": nn.Linear(HIDDEN, 4 * HIDDEN),
-                    "down": nn.Linear(4 * HIDDEN, HIDDEN),
-                }
-            )
-            for _ in range(LAYERS)
-        )
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
@@ -54,23 +69,16 @@ class Policy(nn.Module):
             cache: Of each layer keys and values; extended in place.
         """
         seen = cache[0].shape[3] if cache else 0
-        rows, length = ids.shape
+        length = ids.shape[1]
         x = self.tokens(ids) + self.places.weight[seen : seen + length]
+        held = []
         for index, layer in enumerate(self.layers):
-            qkv = layer["qkv"](layer["before_attention"](x))
-            q, *kv = qkv.view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-            if cache is not None:
-                held = torch.stack(kv)
-                if index < len(cache):
-                    held = torch.cat([cache[index], held], dim=3)
-                    cache[index] = held
-                else:
-                    cache.append(held)
-                kv = list(held)
-            attended = functional.scaled_dot_product_attention(q, *kv, is_causal=length > 1)
-            x = x + layer["out"](attended.transpose(1, 2).reshape(rows, length, HIDDEN))
-            x = x + layer["down"](functional.gelu(layer["up"](layer["before_mlp"](x))))
-        return self.head(self.norm(x))
+            x, keys_and_values = layer(x, cache[index] if cache else None)
+            held.append(keys_and_values)
+        if cache is not None:
+            cache[:] = held
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     @torch.no_grad()
     def sample(self, prompts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -128,7 +136,7 @@ def taught(seed: int, kept: Path) -> Policy:
         logits = policy(ids[:, :-1])[:, PROMPT - 1 :]
         loss = functional.cross_entropy(logits.flatten(0, 1), truth.flatten())
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     torch.save(policy.state_dict(), kept.with_suffix(".partial"))
     kept.with_suffix(".partial").rename(kept)

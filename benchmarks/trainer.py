@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import finish
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common import finish
 from leeway import models
 from leeway.algorithm import AlgorithmConfig
 from leeway.config import TrainerConfig

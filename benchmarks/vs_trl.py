@@ -116,7 +116,7 @@ def trl_process(file: Path, out: Path) -> None:
             "columns": [json.dumps(row) for row in columns],
         }
     )
-    host = RewardHost(config.task.reward or DEFAULT_REWARD)
+    host = RewardHost(config.task.reward or DEFAULT_REWARD, judges={})
 
     def reward(completions: list[Any], columns: list[str], **_: Any) -> list[float]:
         return [
@@ -128,7 +128,7 @@ def trl_process(file: Path, out: Path) -> None:
 
     points: list[dict[str, Any]] = []
 
-    class Record(TrainerCallback):  # type: ignore[misc]
+    class Record(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "reward" in logs:
                 points.append({"cpu": time.process_time(), "reward": logs["reward"]})
@@ -169,7 +169,8 @@ def trl_process(file: Path, out: Path) -> None:
 
 def per_completion(points: list[dict[str, Any]]) -> float:
     first, last = points[1], points[-1]
-    return (last["cpu"] - first["cpu"]) / ((len(points) - 2) * COMPLETIONS)
+    spent: float = last["cpu"] - first["cpu"]
+    return spent / ((len(points) - 2) * COMPLETIONS)
 
 
 def quarters(points: list[dict[str, Any]]) -> list[float]:

@@ -16,6 +16,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from leeway.versions import VersionSpan
 from trajectory_queue.producer import ProducerQueue
 
 
-def trajectory(task: Task, row: dict, index: int) -> Trajectory:
+def trajectory(task: Task, row: dict[str, Any], index: int) -> Trajectory:
     prompt, answer = row["prompt_ids"], row["answers"][index]
     length = len(answer["token_ids"])
     return Trajectory(
@@ -45,7 +46,7 @@ def trajectory(task: Task, row: dict, index: int) -> Trajectory:
     )
 
 
-async def stream(queue: ProducerQueue, row: dict) -> str:
+async def stream(queue: ProducerQueue, row: dict[str, Any]) -> str:
     """Says what became of the conversation."""
     version = min(answer["version"] for answer in row["answers"])
     while True:  # Each call waits for a place in the staleness budget; a restart begins anew.
