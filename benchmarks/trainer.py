@@ -39,7 +39,6 @@ from trainer_service.algorithms.objective import Objective
 from trainer_service.algorithms.plan import plan_step
 from trainer_service.backends.base import Backend
 from trainer_service.backends.layout import Layout
-from trainer_service.backends.megatron.backend import MegatronBackend
 from trainer_service.backends.torch_backend import TorchBackend
 from trainer_service.backends.world import join
 
@@ -151,6 +150,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    # Megatron-Core is not there for every Python.
+    from trainer_service.backends.megatron.backend import MegatronBackend
+
     torch.set_num_threads(1)
     keep_freed_memory()
     rng = np.random.default_rng(arguments.seed)
