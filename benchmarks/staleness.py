@@ -329,20 +329,14 @@ def main() -> None:
             continue
         method, eta, seed = (str(value) for value in cell)
         # A process each: what one run leaves behind cannot touch the next.
-        child = [
-            sys.executable,
-            "-m",
-            "benchmarks.staleness",
-            "--child",
-            "--results",
-            str(args.results),
-        ]
-        child += ["--methods", method, "--etas", eta, "--seeds", seed]
+        child = [sys.executable, "-m", "benchmarks.staleness", "--child", "--methods", method]
+        child += ["--etas", eta, "--seeds", seed, "--results", str(args.results)]
         subprocess.run([*shlex.split(args.prefix), *child], check=True)
     runs = read(args.results)
     rewards = table(runs)
-    (DOCS / "staleness.json").write_text(json.dumps(rewards, indent=1) + "\n")
-    picture(runs, DOCS / "staleness.png")
+    if args.results == RESULTS:
+        (DOCS / "staleness.json").write_text(json.dumps(rewards, indent=1) + "\n")
+        picture(runs, DOCS / "staleness.png")
     finish(max(args.seeds), runs=len(runs), reward=rewards)
 
 
