@@ -178,12 +178,12 @@ def test_nodes_share_each_batch_when_they_go_in_step(run: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["trainer", "rollout", "serve"])
 def test_a_killed_process_is_started_again_and_nothing_is_lost(run: Run, word: str) -> None:
-    process = run.start("trainer.steps=10")
+    process = run.start("trainer.steps=40")  # It must not be over before the signal is sent.
     until(lambda: len(run.steps()) >= 3, "three steps", SECONDS, run.said)
     child(process, word).send_signal(signal.SIGKILL)
     assert process.wait(SECONDS) == 0, run.said()
     summary = run.summary()
-    assert summary["versions"] == 10
+    assert summary["versions"] == 40
     assert (summary["lost"], summary["twice"]) == (0, 0)
     assert summary["staleness_max"] <= 2
 
