@@ -39,12 +39,10 @@ class Layer(nn.Module):
         """`x` behind the layer, and its keys and values with those of the tokens `before`."""
         rows, length, _ = x.shape
         qkv = self.qkv(self.before_attention(x)).view(rows, length, 3, HEADS, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        held = torch.stack([k, v])
-        if before is not None:
-            held = torch.cat([before, held], dim=3)
+        qkv = qkv.permute(2, 0, 3, 1, 4)
+        held = qkv[1:] if before is None else torch.cat([before, qkv[1:]], dim=3)
         attended = functional.scaled_dot_product_attention(
-            q, held[0], held[1], is_causal=length > 1
+            qkv[0], held[0], held[1], is_causal=length > 1
         )
         x = x + self.out(attended.transpose(1, 2).reshape(rows, length, HIDDEN))
         return x + self.down(functional.gelu(self.up(self.before_mlp(x)))), held

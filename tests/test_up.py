@@ -26,17 +26,17 @@ def reward(completion, **columns):
     return sum(character in "aeiou" for character in completion) / 12
 """
 # One node could have all batches before the other is up: none gets on until both are at work.
-REWARD_OF_TWO_NODES = """
+REWARD_OF_TWO_NODES = f"""
 import os, pathlib, time
-
-AT_WORK = pathlib.Path(__file__).with_name("at_work")
+{REWARD}
+at_once, AT_WORK = reward, pathlib.Path(__file__).with_name("at_work")
 
 def reward(completion, **columns):
     AT_WORK.mkdir(exist_ok=True)
     (AT_WORK / str(os.getppid())).touch()
     while len(list(AT_WORK.iterdir())) < 2:
         time.sleep(0.02)
-    return sum(character in "aeiou" for character in completion) / 12
+    return at_once(completion, **columns)
 """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.queue.cases import Driver, backend, backends, servers
+from tests.queue.cases import Driver, RedisBackend, backend, backends, servers
 from trajectory_queue.embedded import embedded
 
 
@@ -29,6 +29,16 @@ async def queue(
     """The same contract for the pure ledger and for every server."""
     async with backend(request.param, redis_urls) as system:
         yield Driver(system)
+
+
+@pytest.fixture(params=list(servers()))
+async def redis(
+    request: pytest.FixtureRequest, redis_urls: dict[str, str]
+) -> AsyncIterator[RedisBackend]:
+    """What is Redis' own, on every server."""
+    backend = RedisBackend(redis_urls[request.param])
+    yield backend
+    await backend.client.aclose()
 
 
 def _directory(factory: pytest.TempPathFactory, name: str) -> Path:

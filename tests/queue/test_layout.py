@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,6 @@ from tests.queue.cases import Driver, RedisBackend, settings
 from trajectory_queue import commands as c
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-
-
-@pytest.fixture
-async def redis(redis_urls: dict[str, str]) -> AsyncIterator[RedisBackend]:
-    backend = RedisBackend(redis_urls["valkey"])
-    yield backend
-    await backend.client.aclose()
 
 
 def parsed(key: str, value: bytes) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -33,15 +33,6 @@ from trajectory_queue.embedded import embedded
 from trajectory_queue.store import connect, open_store
 
 BINARY = servers()["valkey"]
-
-
-@pytest.fixture(params=list(servers()))
-async def redis(
-    request: pytest.FixtureRequest, redis_urls: dict[str, str]
-) -> AsyncIterator[RedisBackend]:
-    backend = RedisBackend(redis_urls[request.param])
-    yield backend
-    await backend.client.aclose()
 
 
 def server_in(directory: Path) -> psutil.Process:

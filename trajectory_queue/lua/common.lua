@@ -32,7 +32,9 @@
 --
 -- What a command changes in meta, counts, counters and groups, and the payloads that it lets go of,
 -- is kept here and written once, when it has succeeded: see `reply`.
--- The number of what is said here and in `new_group`: services with other scripts must not share a run.
+
+-- The number of the keys above and of the records in them (`new_group`). Services whose scripts have
+-- another must not share a run.
 local LAYOUT = 1
 local P = KEYS[1]
 local args = cmsgpack.unpack(ARGV[3])
